@@ -100,6 +100,8 @@ class LocalLauncher(SideBySideLauncher):
         return super().launch(job_overrides, initial_job_idx)
 
     def _run(self, jobs: Mapping[int, list[str]], stop: StopSignal) -> list[JobReturn]:
+        from offline_grpo.errors import exit_code_of, how_ended
+
         # forked: this process has neither threads nor torch, and its handlers of signals are there from the start
         fork = multiprocessing.get_context("fork")
         waiting, running, results = list(jobs), dict[Connection, tuple[int, Any]](), dict[int, JobReturn]()
@@ -125,7 +127,7 @@ class LocalLauncher(SideBySideLauncher):
                         process.join()
                     except EOFError:
                         process.join()
-                        how = f"signal {-code}" if (code := process.exitcode) < 0 else f"exit code {code}"
+                        how = how_ended(exit_code_of(process.exitcode))
                         results[number] = self._lost(number, jobs[number], f"the run was killed ({how})")
         finally:
             for _, process in running.values():  # of a second Ctrl-C

@@ -28,7 +28,7 @@ from offline_grpo.config.compose import key_of, quoted, readable
 from offline_grpo.disk import require_new
 from offline_grpo.engine.http import choose_port
 from offline_grpo.engine.spawn import Child, last_lines, visible
-from offline_grpo.errors import ConfigError, GrpoError, StopRequested
+from offline_grpo.errors import ConfigError, GrpoError, StopRequested, how_ended
 from offline_grpo.history.records import this_start
 from offline_grpo.history.signals import StopSignal
 from offline_grpo.logger import output_console
@@ -212,7 +212,7 @@ def run_modes(
                     process.stop()
                     del running[name]
                     free.append(gpus)
-                    failure = f"failed with exit code {code}; {last_lines(process.log_path, count=1)}"
+                    failure = f"failed with {how_ended(code)}; {last_lines(process.log_path, count=1)}"
                     states[name] = DONE if code == 0 else failure
                     say(output_console(), [f"{name:<14}{states[name]}"])
     finally:

@@ -83,6 +83,16 @@ class StopRequested(BaseException):
         super().__init__(self.signal_name)
 
 
+def exit_code_of(code: int) -> int:
+    """The exit code of a process as a shell has it: 128 + N after signal N, where Python says -N."""
+    return code if code >= 0 else 128 - code
+
+
+def how_ended(exit_code: int) -> str:
+    """`exit code 1`, or `signal 9` for 137."""
+    return f"signal {exit_code - 128}" if exit_code > 128 else f"exit code {exit_code}"
+
+
 def reason_of(error: BaseException) -> str:
     """The first line of another library's error, for use in our own message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

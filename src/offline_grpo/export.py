@@ -12,6 +12,7 @@ from pathlib import Path
 from offline_grpo import hub
 from offline_grpo.commands import cli
 from offline_grpo.errors import ConfigError
+from offline_grpo.history.records import hide_progress_bars
 
 MERGED = (
     "the adapter was trained beside a base in 4 bits, and is merged into the one of the files: completions differ from "
@@ -37,13 +38,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
     print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds
 
-    from transformers.utils.logging import disable_progress_bar
-
     from offline_grpo.checkpoint.pretrained import export_model, find_model, push_to_hub
     from offline_grpo.report.model_card import model_card
     from offline_grpo.report.runs import load_run
 
-    disable_progress_bar()
+    hide_progress_bars()
     # What is written, and what its card says of the run that it comes from.
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)
     if options.merge is not None and source.adapter is None:

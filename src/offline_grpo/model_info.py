@@ -18,6 +18,7 @@ from offline_grpo.commands import cli
 from offline_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig
 
 GPUS_GB = (24, 40, 80, 141)
@@ -111,7 +112,7 @@ def look_at(name: str, *, trust: bool) -> tuple[dict[str, Any], Iterator[dict[st
     return info, _fits(source.weights, config, presets[0]["override"], trust)
 
 
-def _count(weights: Iterable[Any]) -> int:
+def _count(weights: Iterable[Tensor]) -> int:
     return sum(weight.numel() for weight in weights)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from offline_grpo import hub
 from offline_grpo.commands import cli
 from offline_grpo.errors import ConfigError
+from offline_grpo.history.records import hide_progress_bars
 
 DEFAULT_LENGTH = 256
 
@@ -56,8 +57,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
     print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds
 
-    from transformers.utils.logging import disable_progress_bar
-
     from offline_grpo.checkpoint.pretrained import find_model
     from offline_grpo.config.problems import PREFIX
     from offline_grpo.generation.transformers_client import TransformersClient
@@ -67,7 +66,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     from offline_grpo.seeding import derive_seed
     from offline_grpo.types import SamplingParams, SamplingRequest
 
-    disable_progress_bar()
+    hide_progress_bars()
     # The prompt, as the run encoded its own, and how long the completion may get.
     device = resolve_device(options.device, key="--device")
     source = find_model(options.model, trust_remote_code=options.trust_remote_code)

@@ -31,7 +31,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from subprocess import PIPE
 
-from offline_grpo.errors import ConfigError, GrpoError
+from offline_grpo.errors import ConfigError, GrpoError, exit_code_of
 from offline_grpo.installed import install_command
 
 NONE = "none"
@@ -164,7 +164,7 @@ def run(
                 stopped = "output"
         kill()
         stdout, stderr = (each[: limits.output_kib * 1024].decode(errors="replace") for each in printed)
-        return Result(128 - code if (code := process.returncode) < 0 else code, stdout, stderr, stopped)
+        return Result(exit_code_of(process.returncode), stdout, stderr, stopped)
 
 
 def _confined(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:  # a mistake in the configuration is found without torch, whose import takes seconds
     import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     Routes = np.ndarray[Any, np.dtype[Any]]
@@ -551,7 +552,7 @@ class TokenBatch:
         chosen["pictures"] = tuple(self.pictures[s] for s in sequences) if self.pictures else ()
         return replace(self, **chosen, sequence_lengths=lengths, owners=owners, completion_index=None)
 
-    def positions_of(self, sequences: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def positions_of(self, sequences: Sequence[int]) -> NDArray[np.int64]:
         """[T'] where the tokens of these sequences stand, in this order."""
         import numpy as np
 
@@ -571,7 +572,7 @@ class TokenBatch:
         return {name: values for name in names if (values := getattr(self, name)) is not None}
 
 
-def _runs(starts: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Of each run its numbers from the start on: of starts 5, 2 and lengths 2, 3 [5, 6, 2, 3, 4]."""
     import numpy as np
 

@@ -24,15 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from offline_grpo.checkpoint.files import (
-    BEST,
-    STATE,
-    TrainerState,
-    list_checkpoints,
-    read_state,
-    sync,
-    write_manifest,
-)
+from offline_grpo.checkpoint.files import BEST, STATE, TrainerState, list_checkpoints, read_state, sync, write_manifest
 from offline_grpo.interfaces import Source
 from offline_grpo.model.adapters import warn_of_peft
 from offline_grpo.model.policy import Policy, save_policy

@@ -23,7 +23,7 @@ from offline_grpo.checkpoint.files import latest_checkpoint, latest_state
 from offline_grpo.commands import cli
 from offline_grpo.config import compose
 from offline_grpo.config.help import check_options, empty_group
-from offline_grpo.errors import ConfigError, GrpoError, StopRequested
+from offline_grpo.errors import ConfigError, GrpoError, StopRequested, exit_code_of
 from offline_grpo.history import resume, sweeps
 from offline_grpo.history.folder import RunDir, discard_fresh
 from offline_grpo.history.signals import StopSignal, is_main
@@ -212,6 +212,5 @@ def start_missing_processes() -> None:
     try:
         torchrun(["--standalone", "--nproc_per_node", str(num_processes), *sys.argv])
     except ChildFailedError as error:  # which the processes have explained
-        code = error.get_first_failure()[1].exitcode
-        sys.exit(code if code > 0 else 128 - code)
+        sys.exit(exit_code_of(error.get_first_failure()[1].exitcode))
     sys.exit(0)

@@ -27,13 +27,7 @@ from pydantic import Field
 from tenacity import RetryError
 
 from offline_grpo.config import compose as conf
-from offline_grpo.config.problems import (
-    build_task,
-    held_out_problems,
-    isolated,
-    train_problems,
-    without_held_out,
-)
+from offline_grpo.config.problems import build_task, held_out_problems, isolated, train_problems, without_held_out
 from offline_grpo.errors import require
 from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import TaskFacts

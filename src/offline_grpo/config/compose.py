@@ -186,7 +186,7 @@ def readable(words: Sequence[str], places: Sequence[Path] | None = None) -> list
     return found
 
 
-def sweep_hint(key: str, value: Any) -> str:
+def sweep_hint(key: str, value: object) -> str:
     """A hint on sweep syntax, for users who wrote a list where a single value is expected."""
     if not isinstance(value, (list, ListConfig)):
         return ""

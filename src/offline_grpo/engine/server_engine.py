@@ -49,7 +49,14 @@ from offline_grpo.engine.spawn import Child, Lost, Scratch, kept_compiled, visib
 from offline_grpo.engine.streaming import Streaming, in_background
 from offline_grpo.errors import ConfigError, EngineDied, EngineError, require
 from offline_grpo.installed import install_command
-from offline_grpo.types import Completion, FinishReason, SamplingParams, SamplingRequest, ServedWeights
+from offline_grpo.types import (
+    LOGPROB_ROUNDING,
+    Completion,
+    FinishReason,
+    SamplingParams,
+    SamplingRequest,
+    ServedWeights,
+)
 
 log = logging.getLogger(__name__)
 
@@ -719,7 +726,7 @@ class ServerEngine(Streaming, Engine):
                 if not 0 <= token < self.vocab_size:
                     raise ValueError(f"a token has id {token}, and the model that is trained has {self.vocab_size}")
             for position, logprob in enumerate(logprobs):
-                if not LOWEST_LOGPROB < logprob <= 1e-3:  # NaN fails this too; the 1e-3 is room for rounding
+                if not LOWEST_LOGPROB < logprob <= LOGPROB_ROUNDING:  # NaN fails this too
                     cause = f"(weights version {version}): these, or activations, are probably not finite"
                     raise ValueError(f"the logprob of token {position} is {logprob} {cause}")
             num_tokens, num_routed = len(request.prompt_ids) + len(token_ids), 0 if routes is None else len(routes)

@@ -106,10 +106,7 @@ class SglangEngine(ServerEngine):
 
     def body(self, request: SamplingRequest, sampling: SamplingParams, weights: ServedWeights) -> dict[str, Any]:
         """SGLang keeps seeds in 64 bits with a sign, so the last one is followed by 0."""
-        common = {
-            "max_new_tokens": sampling.max_new_tokens,
-            **self.sampler_settings(sampling),
-        }
+        common = {"max_new_tokens": sampling.max_new_tokens, **self.sampler_settings(sampling)}
         return {
             "input_ids": [list(request.prompt_ids)] * request.num_completions,
             "sampling_params": [

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from offline_grpo.disk import OwnFolder, user_cache
-from offline_grpo.errors import EngineDied
+from offline_grpo.errors import EngineDied, exit_code_of, how_ended
 
 STOP_TIMEOUT_S = 25.0  # the guardian terminates, waits `KILL_AFTER_S`, kills
 KILL_AFTER_S = 10.0
@@ -108,7 +108,7 @@ class Child:
         if code is None or code >= 0:
             return code
         self._kill()  # the guardian itself was killed: what the command has started is left to us
-        return 128 - code
+        return exit_code_of(code)
 
     def how_it_ended(self) -> str | None:
         """`has ended (exit code 1)` or `was stopped`, the last error lines of the log, and where the whole log is; None
@@ -116,8 +116,7 @@ class Child:
         """
         if (code := self.exit_code) is None:
             return None
-        why = f"has ended ({f'signal {code - 128}' if code > 128 else f'exit code {code}'})"
-        why = "was stopped" if self._pipe is None else why
+        why = "was stopped" if self._pipe is None else f"has ended ({how_ended(code)})"
         return f"{why}; {last_lines(self.log_path)} The whole log: {self.log_path}"
 
     def stop(self) -> None:
@@ -257,7 +256,7 @@ def main() -> None:
                         (SHARED_MEMORY / name).unlink()
         if remove:
             shutil.rmtree(remove, ignore_errors=True)
-    sys.exit(command.returncode if command.returncode >= 0 else 128 - command.returncode)
+    sys.exit(exit_code_of(command.returncode))
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:

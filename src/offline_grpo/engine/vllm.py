@@ -264,31 +264,10 @@ class VllmEngine(ServerEngine):
     def choices(self, answer: Any, request: SamplingRequest) -> list[Choice]:
         choices = answer["choices"]
         if "prompt_token_ids" in answer:  # of `TOKENS`
-            prompt_ids, found = answer["prompt_token_ids"], []
-            for c in choices:
-                # Both travel in base64: alternatives as int32, with -1 behind those of each token; routes [N, L, K] as
-                # a file of numpy's.
-                alternatives = routes = None
-                if "alternatives" in c:
-                    ids = array("i", b64decode(c["alternatives"]))
-                    ends = np.flatnonzero(np.asarray(ids) == -1).tolist()
-                    alternatives = [ids[end + 1 : next_end] for end, next_end in pairwise([-1, *ends])]
-                if "routes" in c:
-                    routes = np.load(BytesIO(b64decode(c["routes"])))
-                found.append(Choice(c["token_ids"], c["logprobs"], c["finish_reason"], alternatives, routes))
+            prompt_ids, found = answer["prompt_token_ids"], [choice_of(choice) for choice in choices]
         else:
             choices = sorted(choices, key=lambda choice: choice["index"])
-            prompt_ids, found = choices[0]["prompt_token_ids"], []
-            for c in choices:
-                logprobs, alternatives = c["logprobs"], None
-                if (logprobs.get("tokens") or [""])[0].startswith("token_id:"):  # as `body` asks where it needs them
-                    # Of each token the other ids with finite logprobs, from such as `{"token_id:17": -0.5}`.
-                    alternatives = []
-                    for token, top in zip(c["token_ids"], logprobs["top_logprobs"], strict=True):
-                        names = [name for name, value in top.items() if value > LOWEST_LOGPROB]
-                        ids = (int(name.removeprefix("token_id:")) for name in names)
-                        alternatives.append(array("i", (each for each in ids if each != token)))
-                found.append(Choice(c["token_ids"], logprobs["token_logprobs"], c["finish_reason"], alternatives))
+            prompt_ids, found = choices[0]["prompt_token_ids"], [stock_choice_of(choice) for choice in choices]
         if prompt_ids != (ours := list(request.prompt_ids)):
             if not request.pictures:
                 raise ValueError("the prompt came back changed")
@@ -323,6 +302,31 @@ class VllmEngine(ServerEngine):
                 log.info("%s has no POST %s; it is asked at %s, slower", self.base_url, TOKENS, STOCK)
                 self.path = STOCK
             return await super().ask(request, sampling)
+
+
+def choice_of(choice: Mapping[str, Any]) -> Choice:
+    """A completion as `TOKENS` returns it. Alternatives and routes travel in base64."""
+    alternatives = routes = None
+    if "alternatives" in choice:  # int32, with -1 behind those of each token
+        ids = array("i", b64decode(choice["alternatives"]))
+        ends = np.flatnonzero(np.asarray(ids) == -1).tolist()
+        alternatives = [ids[end + 1 : next_end] for end, next_end in pairwise([-1, *ends])]
+    if "routes" in choice:  # [N, L, K], a file of numpy's
+        routes = np.load(BytesIO(b64decode(choice["routes"])))
+    return Choice(choice["token_ids"], choice["logprobs"], choice["finish_reason"], alternatives, routes)
+
+
+def stock_choice_of(choice: Mapping[str, Any]) -> Choice:
+    """A completion as `STOCK` returns it. Where `body` asks for alternatives, tokens have names such as `token_id:17`,
+    and a token's alternatives are all others that have a finite logprob in its place.
+    """
+    token_ids, logprobs, alternatives = choice["token_ids"], choice["logprobs"], None
+    if (logprobs.get("tokens") or [""])[0].startswith("token_id:"):
+        alternatives = []
+        for token, top in zip(token_ids, logprobs["top_logprobs"], strict=True):
+            finite = (int(name.removeprefix("token_id:")) for name, value in top.items() if value > LOWEST_LOGPROB)
+            alternatives.append(array("i", (each for each in finite if each != token)))
+    return Choice(token_ids, logprobs["token_logprobs"], choice["finish_reason"], alternatives)
 
 
 def of_wholes(workers: Sequence[Mapping[str, tuple[int, str]]]) -> dict[str, str]:

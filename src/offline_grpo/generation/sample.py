@@ -48,11 +48,7 @@ def sample_groups(
     prompts = [codec.encode_with(problem.messages, problem.pictures, problem.tools) for problem, _ in draws]
     requests = (
         SamplingRequest(
-            tuple(prompt.ids),
-            group_size,
-            seed,
-            pictures=problem.pictures,
-            unexpanded_ids=tuple(prompt.unexpanded_ids),
+            tuple(prompt.ids), group_size, seed, pictures=problem.pictures, unexpanded_ids=tuple(prompt.unexpanded_ids)
         )
         for prompt, (problem, seed) in zip(prompts, draws, strict=True)
     )

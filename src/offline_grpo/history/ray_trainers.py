@@ -20,7 +20,7 @@ from hydra.types import RunMode
 
 from offline_grpo.config.compose import quoted
 from offline_grpo.engine.spawn import end_with_parent
-from offline_grpo.errors import GrpoError, require
+from offline_grpo.errors import GrpoError, exit_code_of, require
 from offline_grpo.history.signals import StopSignal, num_processes
 from offline_grpo.settings import RunConfig
 
@@ -92,8 +92,7 @@ class TrainingActor:
         assert self._process.stdout is not None
         if line := await self._process.stdout.readline():
             return line
-        code = await self._process.wait()
-        return code if code >= 0 else 128 - code
+        return exit_code_of(await self._process.wait())
 
     async def interrupt(self, number: int) -> None:
         with suppress(ProcessLookupError):

@@ -101,7 +101,6 @@ def find_resume_point(
     Raises ConfigError where there is no checkpoint, another process writes, or a new run would mix with an older one;
     CheckpointError where every checkpoint is damaged.
     """
-
     path = None if resume is None else fresh.path if resume == "auto" else Path(resume).expanduser().resolve()
     run = None if path is None else run_of(path)
     if run is None and path not in (None, fresh.path):  # for that one see `was_cut_short`
@@ -253,7 +252,6 @@ def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     """Dotted key -> (saved, now) for every value that differs, except keys that do not affect training. All secrets are
     alike, as checkpoints have none.
     """
-
     old, new = (
         {
             key: local_path(key, value)
@@ -280,10 +278,8 @@ def checked(
             raise ConfigError(f"{key}={new}: the resumed run has {old}, and {reason}; leave {key} out, or {fix}")
 
     # The update at which the run will end, if it makes as many in each iteration from now on as its settings plan.
-    before, per_iteration = (
-        OmegaConf.create({key: state.config[key] for key in ("train", "data")}),
-        config.planned_updates,
-    )
+    before = OmegaConf.create({key: state.config[key] for key in ("train", "data")})
+    per_iteration = config.planned_updates
     end = state.lr_schedule.num_updates + (config.train.iterations - before.train.iterations) * per_iteration
     if planned_updates(before.train, before.data) != per_iteration:
         end = state.counters.num_updates + max(0, config.train.iterations - point.num_done) * per_iteration

@@ -98,11 +98,7 @@ def context_length(config: transformers.PretrainedConfig) -> int | None:
 
 
 def load_tokenizer(
-    model_id: str,
-    *,
-    key: str = "model.train_id",
-    trust_remote_code: bool = False,
-    chat_template: str | None = None,
+    model_id: str, *, key: str = "model.train_id", trust_remote_code: bool = False, chat_template: str | None = None
 ) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer saved beside the model; EOS pads where it has no padding token: padding is never trained on.
     `chat_template`: see `use_template`.

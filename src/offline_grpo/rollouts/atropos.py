@@ -378,7 +378,7 @@ class Atropos(Source):
             return not isinstance(error, Unreachable)
         return True
 
-    def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> bytes:
+    def _call(self, method: str, path: str, body: object = None, *, timeout_s: float = TIMEOUT_S) -> bytes:
         """The API's answer. Raises Unreachable, or Refused for a status other than 200."""
         where = f"{self.url}{path}"
         try:

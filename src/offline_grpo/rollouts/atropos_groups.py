@@ -60,7 +60,7 @@ class GroupReader:
     max_token_len: int  # tokens of a sequence
     correct_threshold: float | None = None  # the least score of a correct sequence; None: any score above 0 is
 
-    def __call__(self, raw: Any) -> RolloutGroup:
+    def __call__(self, raw: object) -> RolloutGroup:
         """The group; its text is that of the sampled tokens. Raises UnusableGroup if nothing can be learnt from it, and
         MissingLogprobs.
         """
@@ -76,15 +76,8 @@ class GroupReader:
         if any(group.images) if isinstance(group.images, list) else group.images is not None:
             raise UnusableGroup("images", "it comes with images, which the model would not see")
         # 2. A field is there for all sequences, or for none: environments send a list of nothing where they have none.
-        names = (
-            "inference_logprobs",
-            "ref_logprobs",
-            "overrides",
-            "distill_token_ids",
-            "distill_logprobs",
-            "advantages",
-        )
-        given = {name: rows for name in names if (rows := getattr(group, name)) and any(rows)}
+        names = "inference_logprobs ref_logprobs overrides distill_token_ids distill_logprobs advantages"
+        given = {name: rows for name in names.split() if (rows := getattr(group, name)) and any(rows)}
         if "inference_logprobs" not in given and group.tokens:
             fix = "let it sample with server_type=vllm through its managed server, and send its nodes' logprobs"
             about = "GRPO requires inference_logprobs for importance sampling! The groups of environment"

@@ -15,6 +15,7 @@ from offline_grpo.interfaces import Advantage, RolloutClient, Source, Task
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.rollouts.curriculum import Curriculum, outcome
 from offline_grpo.seeding import derive_seed
+from offline_grpo.settings import RunConfig
 from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
 
 
@@ -71,7 +72,7 @@ class OnPolicy(Source):
             )
 
     @staticmethod
-    def check(config: Any) -> None:
+    def check(config: RunConfig) -> None:
         settings, longest = config.rollouts, config.generation["max_new_tokens"]
         require(settings["max_resamples"] > 0, "data.max_resamples", settings["max_resamples"], "must be at least 1")
         tokens = settings["soft_overlong_tokens"]

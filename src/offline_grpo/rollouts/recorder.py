@@ -81,7 +81,14 @@ class Recorder(RunListener):
         """Waits as well, and ignores errors: the iteration has no metrics, so a resumed run repeats it."""
         self._thread.shutdown()
 
-    def _write(self, name: str, groups: Any, advantages: Any, iteration: int, origin: Origin) -> None:
+    def _write(
+        self,
+        name: str,
+        groups: Sequence[RolloutGroup],
+        advantages: Sequence[Sequence[float | None]] | None,
+        iteration: int,
+        origin: Origin,
+    ) -> None:
         # pyarrow takes half a second, which no start shall wait for.
         from offline_grpo.rollouts.rows import parquet, table_of
 
@@ -114,6 +121,6 @@ def architecture_hash(config: PreTrainedConfig) -> str:
     return json_hash({name: getattr(text, name, None) for name in _SHAPE})
 
 
-def json_hash(value: Any) -> str:
+def json_hash(value: object) -> str:
     """SHA-256 of a value's JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

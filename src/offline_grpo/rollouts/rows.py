@@ -22,9 +22,10 @@ from offline_grpo.disk import utf8
 from offline_grpo.errors import ConfigError
 from offline_grpo.types import FinishReason, Picture, Problem, Rollout, RolloutGroup, Score, Turn, num_pictures
 
+# Once, because `json.dumps` would make one at each call.
 _ENCODER = json.JSONEncoder(
     ensure_ascii=False, default=lambda each: f"<{len(each)} bytes>" if isinstance(each, bytes) else str(each)
-)  # `json.dumps` makes one at each call
+)
 _HALVES = re.compile("[\ud800-\udfff]")
 TOKENS, LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
 NAMES = pa.list_(pa.list_(pa.string()))
@@ -47,9 +48,8 @@ SCHEMA = pa.schema(
         pa.field("problem_id", pa.string()),  # this and the next three: null where the source has rollouts alone
         pa.field("messages", MESSAGES),
         pa.field("answer", pa.string()),
-        pa.field(
-            "fields", pa.string()
-        ),  # JSON, as its keys differ between tasks: the rest of the problem's row in its data set
+        # the rest of the problem's row in its data set; JSON, as its keys differ between tasks
+        pa.field("fields", pa.string()),
         _always("prompt_ids", TOKENS),  # [P] all before the first sampled token
         _always("completion_ids", TOKENS),  # [C] that token and all after it
         _always("logprobs", LOGPROBS),  # [C] nats, the sampler's
@@ -178,13 +178,13 @@ def _json(value: object) -> str:
     return _HALVES.sub(lambda half: f"\\\\u{ord(half[0]):04x}", _ENCODER.encode(value))
 
 
-def _file(routes: Any) -> bytes:
+def _file(routes: np.ndarray) -> bytes:
     """The content of an .npy file of as small numbers as there are; `_routes` is the inverse."""
     np.save(file := BytesIO(), routes.astype(np.uint8 if routes.max(initial=0) < 255 else np.uint16))
     return file.getvalue()
 
 
-def _routes(file: bytes | None) -> Any:
+def _routes(file: bytes | None) -> np.ndarray | None:
     if file is None:
         return None
     stored = np.load(BytesIO(file))

@@ -111,9 +111,10 @@ class Code(RowTask):
         prompt = self.prompt_template.replace("{prompt}", text_field(row, self.prompt_field, "task.prompt_field"))
         tests = _tests(row, self.tests_field, "task.tests_field")
         if self.shown_field is not None and row.value.get(self.shown_field):
-            shown = _tests(row, self.shown_field, "task.shown_field")
-            pairs = [] if isinstance(shown, str) else [f"{pair['input']}\n-> {pair['output']}" for pair in shown]
-            prompt += self.shown_template.replace("{shown}", shown if isinstance(shown, str) else "\n".join(pairs))
+            examples = _tests(row, self.shown_field, "task.shown_field")
+            if not isinstance(examples, str):
+                examples = "\n".join(f"{pair['input']}\n-> {pair['output']}" for pair in examples)
+            prompt += self.shown_template.replace("{shown}", examples)
         answer, messages = row.value.get("answer", ""), asked(prompt, self.system_prompt)
         return Problem(problem_id, messages, answer if isinstance(answer, str) else "", {"tests": tests})
 

@@ -40,7 +40,7 @@ class Remote:
 
 
 class Packer(Pickler):
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: object) -> int | None:
         """Of an object: its number, which is below 0 if it is one of the code that goes back to it."""
         if value is None or isinstance(value, KINDS) or any(value is kind for kind in KINDS):
             return None

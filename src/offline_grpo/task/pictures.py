@@ -22,7 +22,7 @@ PLACE = "<image>"
 """In a prompt of plain text, where a picture stands."""
 
 
-def picture_of(value: Any, folder: Path) -> Picture:
+def picture_of(value: object, folder: Path) -> Picture:
     """The picture that a cell or a part of a message has; paths are relative to `folder`. Raises ValueError or OSError
     for anything else.
     """
@@ -42,7 +42,7 @@ def picture_of(value: Any, folder: Path) -> Picture:
 
 
 def with_pictures(
-    messages: Sequence[Message], column: Sequence[Any], folder: Path
+    messages: Sequence[Message], column: Sequence[object], folder: Path
 ) -> tuple[list[Message], tuple[Picture, ...]]:
     """Messages whose parts are texts and places of pictures, and all pictures in the order of those.
 

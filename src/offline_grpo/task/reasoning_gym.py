@@ -26,7 +26,6 @@ SEED = Range("must be from 0 to 2147483647", lambda value: 0 <= value < 2**31)
 SEED_OF_SPLIT = {Split.TRAIN: 0, Split.EVAL: MAX_PROBLEMS}
 """The library seeds item i with seed + i, so that the splits' seeds must lie further apart than their items."""
 
-
 ANSWERS: dict[str, Callable[[str], str | None]] = {
     "tag": lambda text: None if (block := last_tagged(text, "answer")) is None else block.content,
     "last_number": lambda text: None if (number := last_number(text)) is None else number.replace(",", ""),

@@ -37,7 +37,7 @@ TOLERANCE = 1e-9
 """By how much a reward may miss the threshold: weights such as 0.7, 0.2 and 0.1 do not add up to exactly 1."""
 
 
-def reward_parts(value: Any, name: str, source: str, form: str = REWARD_FORM) -> dict[str, float]:
+def reward_parts(value: object, name: str, source: str, form: str = REWARD_FORM) -> dict[str, float]:
     """What code of the user's own returned as a reward, by name: a number, also of numpy or torch, is the part `name`;
     those of a dict have its keys; None is no part.
 
@@ -147,7 +147,7 @@ class Rewards:
 
         return gathered() if any(map(inspect.isawaitable, values)) else finish(values)
 
-    def _sum(self, values: Sequence[Any]) -> Score:
+    def _sum(self, values: Sequence[object]) -> Score:
         parts: dict[str, float] = {}
         for function, value in zip(self.functions, values, strict=True):
             if isinstance(value, Mapping):

@@ -183,7 +183,7 @@ def with_pictures_of(
 def without_bytes(value: Mapping[str, Any]) -> dict[str, Any]:
     """A row without the columns that are files, or have some."""
 
-    def has_bytes(value: Any) -> bool:
+    def has_bytes(value: object) -> bool:
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
         return isinstance(value, bytes) or any(map(has_bytes, inner))
 

@@ -140,7 +140,7 @@ class Verifiers(Episodes):
     def play(self, problem: Problem, chat: Chat) -> Score:
         seed_globally(chat.seed)
         env = self._envs[Split(problem.fields["split"])]
-        # The task as verifiers has it, from what `_problems` kept of it.
+        # The task as verifiers has it, from what `_splits` kept of it.
         kind: Any = type(env.taskset).task_type()
         task = kind(kind.data_type().model_validate(problem.fields["data"]), env.config.taskset.task)
         client = vf.EvalClientConfig(base_url=chat.base_url, api_key_var="OFFLINE_GRPO_EPISODE")  # the URL has the key
