@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from offline_grpo.commands import cli
 from offline_grpo.commands.main import main
 from offline_grpo.config.compose import folder, groups, readable
-from offline_grpo.config.help import known_keys, of_other_trainers
+from offline_grpo.config.help import known_keys, no_such_key, of_other_trainers
 
 ROOT = Path(__file__).parents[3]
 NESTED = [(group, next(iter(names))) for group, names in groups([folder()]).items() if "/" in group]
@@ -95,11 +95,6 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("hydra.run.dir=afile", "hydra.run.dir", "cannot be made"),
         # as other trainers have it
         ("epsilon=0.1", "epsilon", "train.loss.clip_low"),
-        ("optimizer.lr=1", "optimizer.lr", "train.lr"),
-        ("algorithm.gamma=1", "algorithm.gamma", "docs/from_the_seeds.md"),
-        ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n", "data.rollouts_per_problem"),
-        ("generation.n=4", "generation.n", "data.rollouts_per_problem"),
-        ("data.train_files=x.parquet", "data.train_files", "task.path"),
         ("--learning_rate 1e-5", "--learning_rate", "train.lr"),
         ("--num-generations=8", "--num_generations", "data.rollouts_per_problem"),
         ("--train.lr 1e-5", "--train.lr", "train.lr=..."),
@@ -123,6 +118,20 @@ def test_a_refusal_names_the_key_and_what_to_type(
     assert fix in err.splitlines()[0]
     assert len(err.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["afile"]
+
+
+OF_OTHERS = {
+    "optimizer.lr": "train.lr",
+    "algorithm.gamma": "docs/from_the_seeds.md",
+    "actor_rollout_ref.rollout.n": "data.rollouts_per_problem",
+    "generation.n": "data.rollouts_per_problem",
+    "data.train_files": "task.path",
+}
+"""Keys as other trainers have them -> what the hint names."""
+
+
+def test_a_hint_names_the_key_that_does_the_same_here() -> None:
+    assert [key for key, named in OF_OTHERS.items() if named not in no_such_key(key)] == []
 
 
 def test_every_key_that_a_hint_names_exists() -> None:
