@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -148,10 +149,9 @@ def run_comparison(asked: Comparison) -> None:
             raise
         finally:  # the table has what was measured so far
             stop.hold("the table")
-            for name in commands:  # what the Atropos scripts call a file
-                for link, pattern in LINKS.items():
-                    if found := sorted((out / name).glob(pattern), key=lambda path: path.stat().st_mtime):
-                        (out / link.format(name)).symlink_to(found[-1].relative_to(out))
+            for name, (link, pattern) in product(commands, LINKS.items()):
+                if found := sorted((out / name).glob(pattern), key=lambda path: path.stat().st_mtime):
+                    (out / link.format(name)).symlink_to(found[-1].relative_to(out))
             start = this_start()
             about = {
                 "overrides": " ".join(map(redacted_text, asked.overrides)),

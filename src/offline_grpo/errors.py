@@ -7,7 +7,7 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -116,6 +116,17 @@ def require(condition: bool, key: str, value: object, fix: str) -> None:
     """Raise a ConfigError that names key, value and fix, unless `condition` is true."""
     if not condition:
         raise ConfigError(key, value, fix)
+
+
+def exit_status(command: Callable[[], None]) -> int:
+    """Run a command. Returns its exit code; an error that ends it is a line on stderr."""
+    try:
+        with ending_with_reader():
+            command()
+    except GrpoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 from offline_grpo.engine.http import choose_port, is_loopback
 from offline_grpo.engine.server_engine import ELSEWHERE
 from offline_grpo.engine.vllm import LORA_KERNELS, VllmEngine, VllmLauncher
-from offline_grpo.errors import ConfigError, GrpoError, require
+from offline_grpo.errors import ConfigError, exit_status, require
 from offline_grpo.installed import install_command
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -129,11 +129,7 @@ def main() -> None:
     logging.getLogger("offline_grpo").setLevel(logging.INFO)
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell lets its background jobs ignore the first one
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    try:
-        run()
-    except GrpoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    sys.exit(exit_status(run))
 
 
 if __name__ == "__main__":

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader
+from offline_grpo.errors import ConfigError, exit_status
 from offline_grpo.logger import output_console
 from offline_grpo.logger.atropos import Benchmark, mode_of
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+def print_report(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m offline_grpo.report",
         description="Print the table of a run or sweep; draw its picture and its page.",
@@ -31,30 +30,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     out: Path | None = options.out
     folder, console = options.folders[0], output_console()
-    try:
-        with ending_with_reader():
-            if out is not None and (out.is_dir() or not out.parent.is_dir()):
-                raise ConfigError(f"--out={out}: name a file to write, in a folder that exists")
-            # A comparison of modes has a file that says so; a run has metrics or settings; all else are sweeps.
-            is_run = (folder / ".hydra").is_dir() or (folder / "metrics").is_dir()
-            if len(options.folders) == 1 and (folder / sweep.FILE).is_file():
-                sweep.print_comparison(folder, console, out)
-            elif len(options.folders) > 1 or not is_run:
-                sweep.print_sweep(options.folders, console, out)
-            else:
-                run = load_run(folder)
-                if not run.train and not run.evals:
-                    raise ConfigError(f"{folder}: has no metrics yet; try again after an iteration")
-                if options.benchmark:
-                    tables.say(console, Benchmark([*run.train.values()]).summary(mode_of(run.config)))
-                    return 0
-                tables.print_summary(run, console)
-                tables.say(console, [tables.labelled("report", plots.save_report(run))])
-                tables.say(console, [tables.labelled("page", save_page([folder], out or folder / "report.html"))])
-    except GrpoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ConfigError(f"--out={out}: name a file to write, in a folder that exists")
+    # A comparison of modes has a file that says so; a run has metrics or settings; all else are sweeps.
+    is_run = (folder / ".hydra").is_dir() or (folder / "metrics").is_dir()
+    if len(options.folders) == 1 and (folder / sweep.FILE).is_file():
+        sweep.print_comparison(folder, console, out)
+    elif len(options.folders) > 1 or not is_run:
+        sweep.print_sweep(options.folders, console, out)
+    else:
+        run = load_run(folder)
+        if not run.train and not run.evals:
+            raise ConfigError(f"{folder}: has no metrics yet; try again after an iteration")
+        if options.benchmark:
+            tables.say(console, Benchmark([*run.train.values()]).summary(mode_of(run.config)))
+            return
+        tables.print_summary(run, console)
+        tables.say(console, [tables.labelled("report", plots.save_report(run))])
+        tables.say(console, [tables.labelled("page", save_page([folder], out or folder / "report.html"))])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return exit_status(partial(print_report, arguments))
 
 
 if __name__ == "__main__":

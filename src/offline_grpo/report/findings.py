@@ -107,8 +107,7 @@ def find(run: Run) -> list[Finding]:
         found.append(Finding("eval/pass@1", text, "a lower train.lr, train.warmup_steps, checkpoint.keep_best=pass@1"))
 
     # Groups with equal rewards teach nothing; where most are solved, that is the aim.
-    silent = run.series(SILENT).values
-    share = 1 - float(np.mean(silent[-math.ceil(len(silent) / 5) :])) if len(silent) else math.nan
+    share = 1 - trend(run, SILENT).last
     if share < 1 / 3 and success.last < 0.8:
         numbers = f"{share:.0%} of the groups have different rewards, {success.last:.0%} of the answers are right"
         advice = "a larger data.rollouts_per_problem, problems of medium difficulty (data.pass_rate)"

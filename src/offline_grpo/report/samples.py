@@ -6,7 +6,6 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,7 +44,7 @@ Solved = Mapping[tuple[str, ...], Tried]
 
 def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The best and the worst completion of some groups of some iterations, evenly over the runs and their length."""
-    from offline_grpo.rollouts.rows import group_rows  # pyarrow
+    from offline_grpo.rollouts.rows import best_first, group_rows  # pyarrow
 
     budget = max(MAX_SAMPLES // len(runs), 4)
     num_groups = 4 if budget >= 100 else 1
@@ -57,23 +56,28 @@ def samples_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
             table = shard.table()
             rewards, advantages = (table[name].to_pylist() for name in ("reward", "advantage"))
             for members in _evenly(list(group_rows(table).values()), num_groups):
-                # Both ends of the group; without a reward a completion is the worst.
-                order = sorted(members, key=lambda row: inf if rewards[row] is None else -rewards[row])
+                # Both ends of the group.
+                order = best_first(members, rewards)
                 rows = list(dict.fromkeys((order[0], order[-1])))
                 [group] = shard.groups(table, [rows])
                 for rollout, row in zip(group.rollouts, rows, strict=True):
                     sample = record(group, rollout, advantages[row], decode)
-                    facts = {name: sample[name] for name in FACTS} | {"run": run.name}
-                    facts |= {"iteration": table["iteration"][row].as_py() + 1}
-                    facts |= {"images": [_small(shard.picture(name)) for name in sample["images"]]}
-                    # The two ends of each text that is long; the many of a long episode are together as long as a few.
-                    longest, texts = max(MAX_CHARS // len(sample["rendered"]), MIN_CHARS), []
-                    for who, text in sample["rendered"]:
-                        half, left_out = longest // 2, len(text) - longest
-                        ends = f"{text[:half]} … {left_out:,} letters left out … {text[-half:]}"
-                        texts.append((who, text if left_out <= 0 else ends))
-                    found.append(facts | {"rendered": texts})
+                    # The many texts of a long episode are together as long as a few.
+                    longest = max(MAX_CHARS // len(sample["rendered"]), MIN_CHARS)
+                    about = {
+                        "run": run.name,
+                        "iteration": table["iteration"][row].as_py() + 1,
+                        "images": [_small(shard.picture(name)) for name in sample["images"]],
+                        "rendered": [(who, _ends(text, longest)) for who, text in sample["rendered"]],
+                    }
+                    found.append({name: sample[name] for name in FACTS} | about)
     return found
+
+
+def _ends(text: str, longest: int) -> str:
+    """The two ends of a text that is longer."""
+    half, left_out = longest // 2, len(text) - longest
+    return text if left_out <= 0 else f"{text[:half]} … {left_out:,} letters left out … {text[-half:]}"
 
 
 def _small(picture: Picture) -> str:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from offline_grpo.disk import require_new, write_whole
-from offline_grpo.errors import ConfigError, GrpoError, ending_with_reader, require
+from offline_grpo.errors import ConfigError, GrpoError, exit_status, require
 from offline_grpo.logger import output_console, print_table
 from offline_grpo.logger.samples import print_sample, record, visible
 from offline_grpo.rollouts.atropos_groups import NOT_TRAINED
 from offline_grpo.rollouts.recorder import write_pictures
-from offline_grpo.rollouts.rows import NUMBERS, SCHEMA, group_rows, plain_rows
+from offline_grpo.rollouts.rows import NUMBERS, SCHEMA, best_first, group_rows, plain_rows
 from offline_grpo.rollouts.store import ORIGIN_FILE, Shard, shards_of
 from offline_grpo.types import Rollout, RolloutGroup
 
@@ -105,8 +104,7 @@ def show_groups(console: Console, shard: Shard, table: pa.Table, count: int, *, 
     found = [(key, rows) for key, rows in group_rows(table).items() if key[0] == newest]
     found.sort(key=lambda group: len({rewards[row] for row in group[1]}) == 1)
     for (iteration, phase, number), rows in found[:count]:
-        # best first; those without a reward last
-        order = sorted(rows, key=lambda row: inf if rewards[row] is None else -rewards[row])
+        order = best_first(rows, rewards)
         [group] = shard.groups(table, [order])
         pairs = zip(group.rollouts, order, strict=True)
         samples = [record(group, rollout, advantages[row], decode) for rollout, row in pairs]
@@ -271,16 +269,5 @@ def scored_data(group: RolloutGroup) -> dict[str, Any]:
     return found
 
 
-def main() -> int:
-    """The command line; returns the exit status."""
-    try:
-        with ending_with_reader():
-            run()
-    except GrpoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_status(run))

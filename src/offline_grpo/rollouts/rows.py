@@ -10,7 +10,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import numpy as np
@@ -293,6 +293,11 @@ def groups_of(table: pa.Table, rows: Iterable[Sequence[int]], picture: Callable[
             rollouts.append(rollout)
         groups.append(RolloutGroup(problem, tuple(rollouts), advantages))
     return groups
+
+
+def best_first(rows: Sequence[int], rewards: Sequence[float | None]) -> list[int]:
+    """The rows of a group by the rewards of all rows of its table; those without a reward last."""
+    return sorted(rows, key=lambda row: inf if (reward := rewards[row]) is None else -reward)
 
 
 def group_rows(table: pa.Table) -> dict[tuple[int, str, int], list[int]]:

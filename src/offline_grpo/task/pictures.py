@@ -69,21 +69,22 @@ def with_pictures(
     # 2. The pictures, in the order of their places.
     waiting, found = iter(column), list[Picture]()
     for number, each in enumerate(placed):
-        if isinstance(each["content"], list):
-            content = list[Mapping[str, Any]]()
-            for part in each["content"]:
-                if part["type"] == "text":
-                    content.append({"type": "text", "text": part["text"]})
-                    continue
-                if part["type"] not in ("image", "image_url"):
-                    raise ValueError(f"a part of the type {part['type']!r}; there are text, image and image_url")
-                value = part.get("image", part.get("image_url"))
-                value = next(waiting, None) if value is None else value
-                if value is None:
-                    raise ValueError(f"more places for pictures than the {len(column)} pictures of the column")
-                found.append(picture_of(value, folder))
-                content.append({"type": "image"})
-            placed[number] = {**each, "content": content}
+        if not isinstance(each["content"], list):
+            continue
+        content = list[Mapping[str, Any]]()
+        for part in each["content"]:
+            if part["type"] == "text":
+                content.append({"type": "text", "text": part["text"]})
+                continue
+            if part["type"] not in ("image", "image_url"):
+                raise ValueError(f"a part of the type {part['type']!r}; there are text, image and image_url")
+            value = part.get("image", part.get("image_url"))
+            value = next(waiting, None) if value is None else value
+            if value is None:
+                raise ValueError(f"more places for pictures than the {len(column)} pictures of the column")
+            found.append(picture_of(value, folder))
+            content.append({"type": "image"})
+        placed[number] = {**each, "content": content}
     if next(waiting, None) is not None:
         raise ValueError(f"fewer places for pictures than the {len(column)} pictures of the column")
     return placed, tuple(found)

@@ -16,7 +16,7 @@ from rich.console import Console
 from run_folders import CONTEXT, ORIGIN, VOCAB, byte_tokenizer, made_groups, make_replay, replayed, write_store
 from tokenizers import Tokenizer, models
 
-from offline_grpo.errors import ConfigError
+from offline_grpo.errors import ConfigError, exit_status
 from offline_grpo.rollouts import __main__ as command
 from offline_grpo.rollouts.__main__ import scored_data, show_groups
 from offline_grpo.rollouts.atropos_groups import GroupReader
@@ -179,7 +179,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys, monkeypatch) -> None
     store = write_store(tmp_path / "run", iterations=2)
     (store / "rollouts" / "iter_000.parquet").write_bytes(b"PAR1")
     monkeypatch.setattr(sys, "argv", ["rollouts", "stats", str(store)])
-    assert command.main() == 2
+    assert exit_status(command.run) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: {store}/rollouts/iter_000.parquet: cannot be read (")
     assert told.endswith("; --skip-damaged skips this file\n")
