@@ -34,8 +34,8 @@ def test_the_reward_rises(cache: str) -> None:
 
 
 def test_the_products_loop_learns(cache: str, tmp_path: Path) -> None:
-    """Such a model on as many problems, of smaller numbers, with the settings of a default run but for their sizes. With
-    four seeds the reward rises by 0.20 to 0.32.
+    """Such a model on as many problems, of smaller numbers, with the settings of a default run but for their sizes.
+    With four seeds the reward rises by 0.20 to 0.32.
     """
     model = (f"model.tiny.{name}={value}" for name, value in {**SMALLER, "warm_start_steps": STEPS // 2}.items())
     words = ("task.max_operand=9", "data.num_train_seeds=16", "data.problems_per_iteration=16")
