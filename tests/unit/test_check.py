@@ -53,10 +53,10 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(check, "versions", lambda: {"vllm": "0.19.1"})
     assert (found("vLLM").state, found("vLLM").text) == ("missing", "0.19.1 (0.25 to 0.33 is supported)")
     assert found("torch").state == "error"
-    (about := tmp_path / "mine-1.0.dist-info").mkdir()
-    (about / "entry_points.txt").write_text("[offline_grpo.conf]\nmine = mine.conf\n")
+    (about := tmp_path / "bare_options-1.0.dist-info").mkdir()
+    (about / "entry_points.txt").write_text("[offline_grpo.conf]\nbare = bare_options.conf\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert (found("package").state, found("package").text[:11]) == ("error", "mine.conf: ")
+    assert (found("package").state, found("package").text[:19]) == ("error", "bare_options.conf: ")
     monkeypatch.setattr(sys, "version_info", Version(3, 10, 1))
     assert found("Python").state == "error"
 
