@@ -31,6 +31,7 @@ LONGEST_FIRST = (
     *ON_RAY,
     "tests/integration/test_server_deaths.py",
     "tests/robustness/test_leftovers.py",
+    "tests/unit/model/test_tiny.py",  # one of its tests takes a minute, which is much at the end
     "tests/integration/",
     "tests/conf/",
     "",

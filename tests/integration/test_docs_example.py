@@ -18,8 +18,7 @@ from statistics import median
 import hydra
 import pyarrow.parquet as pq
 import pytest
-from dialogues import codec_of
-from factories import compose_config, make_llama
+from factories import compose_config
 from hydra.errors import MissingConfigException
 from runs import metrics_of
 
@@ -265,15 +264,10 @@ def test_the_calculator_of_readme_is_the_one_that_the_package_has(calculator):
 
 
 @pytest.mark.slow
-def test_the_calculator_of_readme_trains(calculator, tmp_path):
-    """A random model with the tokens and the template of README's, which tests/contract/test_smollm2.py trains."""
-    codec = codec_of("smollm2_tools")
-    make_llama(vocab_size=len(codec.tokenizer), max_position_embeddings=2048).save_pretrained(tmp_path / "model")
-    codec.tokenizer.save_pretrained(tmp_path / "model")
-    calculator += ["model.gguf_file=null", f"model.train_id={tmp_path / 'model'}"]
+def test_the_calculator_of_readme_trains(calculator, cache, tmp_path):
     small = ("data.problems_per_iteration=1", "data.rollouts_per_problem=2", "train.iterations=1", "eval.enabled=false")
     small += ("checkpoint.enabled=false", "train.drop_zero_signal_groups=false", "generation.max_new_tokens=32")
-    small += ("model.device=cpu", "num_threads=1")
+    small += (cache, "model.device=cpu", "num_threads=1")
     train(compose_config(*calculator, *small), tmp_path / "run")
     assert metrics_of(tmp_path / "run")["train_iter_000.json"]["num_updates"] == 2
     assert "calculate: Calculate." in (tmp_path / "run" / "samples" / "iter_000.jsonl").read_text(), "README's tool"

@@ -34,15 +34,14 @@ def test_the_reward_rises(cache: str) -> None:
 
 
 def test_the_products_loop_learns(cache: str, tmp_path: Path) -> None:
-    """Such a model on as many problems, of smaller numbers, with the settings of a default run but for their sizes.
-    With four seeds the reward rises by 0.20 to 0.32.
+    """The same model on as many problems, with the settings of a default run but for their sizes. With six seeds the
+    reward rises by 0.25 to 0.31.
     """
-    model = (f"model.tiny.{name}={value}" for name, value in {**SMALLER, "warm_start_steps": STEPS // 2}.items())
-    words = ("task.max_operand=9", "data.num_train_seeds=16", "data.problems_per_iteration=16")
-    words += ("train.iterations=10", "train.lr=1e-3")
+    model = (f"model.tiny.{name}={value}" for name, value in {**SMALLER, "warm_start_steps": STEPS}.items())
+    words = ("data.num_train_seeds=16", "data.problems_per_iteration=16", "train.iterations=12", "train.lr=1e-3")
     short = ("eval.enabled=false", "checkpoint.enabled=false", "num_threads=1", "model.device=cpu")
     train(compose_config(cache, *model, *words, *short), tmp_path / "run")
     records = [json.loads(path.read_text()) for path in sorted((tmp_path / "run" / "metrics").glob("train_*"))]
     rewards = [record["reward_mean"] for record in records]
-    assert len(rewards) == 10
+    assert len(rewards) == 12
     assert fmean(rewards[-4:]) > fmean(rewards[:2]) + 0.12

@@ -126,7 +126,7 @@ def test_servers_begin_before_transformers_is_imported():
 
 def test_no_module_imports_itself_in_a_circle():
     """Nor for a type checker."""
-    modules = [house.Module(path, [], ast.parse(path.read_text()), []) for path in FILES]
+    modules = [house.Module.read(path) for path in FILES]
     assert house.circles(SOURCE, modules, with_types=False) == []
     assert house.circles(SOURCE, modules, with_types=True) == []
 

@@ -162,24 +162,23 @@ def test_the_default_run_takes_the_weights_of_the_package(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow  # a warm start
-def test_the_weights_of_the_package_come_of_this_warm_start(tmp_path, monkeypatch):
-    """All 1000 steps, which make them bit for bit, take a minute, so 60 are done here: whoever changes what a step does
-    makes the weights anew, and notes what the model has learnt then. Other processors may add up in another order.
-    """
-    make = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "tiny_weights.py"))["make"]
-    short, [shipped] = make(["model.tiny.warm_start_steps=60"], tmp_path), tiny.SHIPPED.iterdir()
-    tokenizer = build_char_tokenizer(64)
-    for steps, file, expected, tolerance in ((60, short, 4.215, 0.01), (1000, shipped, 0.746, 0.1)):
-        monkeypatch.setattr(tiny, "SHIPPED", file.parent)
-        config = typed(compose_config(f"model.tiny.warm_start_steps={steps}"))
-        task = build_task(config.task)
-        cached = build(config.model.tiny, key="model.tiny").prepare(task, tmp_path / "cache")
-        assert cached.name == file.stem
-        problems = task.problems(Split.EVAL)
-        prompts = [tokenizer.encode(f"<bos>{problem.messages[-1]['content']}") for problem in problems]
-        token_ids, labels = collate(tokenizer, prompts, [problem.answer for problem in problems])
+def test_the_weights_of_the_package_can_be_made_again(tmp_path, monkeypatch):
+    """Bit for bit, or, where a processor adds up in another order, as good ones."""
+    [shipped] = tiny.SHIPPED.iterdir()
+    script = Path(__file__).parents[3] / "benchmarks" / "tiny_weights.py"
+    made = runpy.run_path(str(script))["make"]([], tmp_path)
+    assert made.name == shipped.name
+    config, found = typed(compose_config()), []
+    task, tokenizer = build_task(config.task), build_char_tokenizer(64)
+    problems = task.problems(Split.EVAL)
+    prompts = [tokenizer.encode(f"<bos>{problem.messages[-1]['content']}") for problem in problems]
+    token_ids, labels = collate(tokenizer, prompts, [problem.answer for problem in problems])
+    for number, folder in enumerate((made.parent, shipped.parent)):
+        monkeypatch.setattr(tiny, "SHIPPED", folder)
+        cached = build(config.model.tiny, key="model.tiny").prepare(task, tmp_path / str(number))
         with torch.no_grad():
             logits = AutoModelForCausalLM.from_pretrained(cached)(input_ids=token_ids).logits[:, :-1]
-        nats = float(cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")) / len(problems)
-        print(f"a right answer after {steps} steps: {nats:.3f} nats")
-        assert nats == pytest.approx(expected, abs=tolerance)
+        nats = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        found.append(float(nats) / len(problems))
+    print(f"a right answer: {found[0]:.3f} nats made anew, {found[1]:.3f} in the package")
+    assert found[0] == pytest.approx(found[1], abs=0.1)
