@@ -31,7 +31,7 @@ class JsonLogger(RunListener):
 
     def log(self, name: str, metrics: Metrics, *, iteration: int) -> None:
         """Write one file. Raises GrpoError for NaN and infinity, which JSON cannot represent."""
-        suffix = file_name(iteration)
+        suffix = suffix_of(iteration)
         for key, value in metrics.items():
             if not math.isfinite(value):
                 raise GrpoError(f"{name} metric {key} is {value} ({suffix}); metrics must be finite numbers")
@@ -40,7 +40,7 @@ class JsonLogger(RunListener):
         write_whole(path, json.dumps(dict(metrics), indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-def file_name(iteration: int) -> str:
+def suffix_of(iteration: int) -> str:
     """What ends the names of an iteration's records: `iter_004`, or `init` of the evaluation before training."""
     return "init" if iteration == -1 else f"iter_{iteration:03d}"
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from offline_grpo.disk import significant, utf8, write_whole
 from offline_grpo.interfaces import RunListener
-from offline_grpo.logger import file_name, output_console
+from offline_grpo.logger import output_console, suffix_of
 from offline_grpo.settings import Group, Range, at_least
 from offline_grpo.types import Message, Rollout, RolloutGroup
 
@@ -69,7 +69,7 @@ class Samples(RunListener, Group):
     ) -> None:
         # The file of this iteration or evaluation.
         if self.per_iteration != 0:
-            path = self.output_dir / "samples" / f"{'eval_' if name == 'eval' else ''}{file_name(iteration)}.jsonl"
+            path = self.output_dir / "samples" / f"{'eval_' if name == 'eval' else ''}{suffix_of(iteration)}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             count = None if self.per_iteration == "all" else int(self.per_iteration)
             records = [each | {"iteration": iteration} for each in chosen(groups, advantages, count, self._decode)]

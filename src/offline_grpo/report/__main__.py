@@ -13,6 +13,7 @@ from offline_grpo.logger.atropos import Benchmark, mode_of
 
 
 def print_report(arguments: Sequence[str] | None) -> None:
+    """What the command line asks for. Raises GrpoError where that cannot be read or written."""
     parser = argparse.ArgumentParser(
         prog="python -m offline_grpo.report",
         description="Print the table of a run or sweep; draw its picture and its page.",

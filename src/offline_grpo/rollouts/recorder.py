@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offline_grpo.disk import write_whole
 from offline_grpo.interfaces import RunListener
-from offline_grpo.logger import file_name
+from offline_grpo.logger import suffix_of
 from offline_grpo.types import Metrics, Picture, RolloutGroup
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Recorder(RunListener):
         folder = self.output_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         write_pictures(folder, (p for group in groups for r in group.rollouts for own in r.pictures for p in own))
-        write_whole(folder / f"{'eval_' if name == 'eval' else ''}{file_name(iteration)}.parquet", content)
+        write_whole(folder / f"{'eval_' if name == 'eval' else ''}{suffix_of(iteration)}.parquet", content)
 
 
 def write_pictures(folder: Path, pictures: Iterable[Picture]) -> None:
