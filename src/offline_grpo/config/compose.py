@@ -39,6 +39,9 @@ PART = re.compile(r"""'[^']*'|"[^"]*"|[^\s,{}'":[\]](?:[^,{}'":[\]]|:(?!\s))*"""
 """A text in the value of an override, between the marks of lists, dicts and sweeps."""
 IN_SEARCH_PATH = re.compile(r"file://([^,'\"\]]+)")
 
+# Hydra reads dozens of files for each command, here by the parser in C.
+yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]
+
 
 def folder() -> Path:
     """The folder `conf/`: beside the package where it was installed from a wheel, else at the top of the repository."""
