@@ -198,3 +198,11 @@ cli.run_command(main)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
     shown = {"SIGINT": "Ctrl-C: stopping\n", "SIGTERM": "SIGTERM: stopping\n"}[name]
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.Signals[name], "ended\n", shown)
+
+
+def test_the_environment_says_what_it_needs() -> None:
+    run = "runpy.run_module('offline_grpo.commands.task_environment', run_name='__main__')"
+    words = [sys.executable, "-c", f"import runpy, sys; sys.modules['atroposlib'] = None; {run}"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: atroposlib is not installed .*; use `uv sync --extra atropos`\n", done.stderr)
