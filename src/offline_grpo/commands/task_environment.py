@@ -24,7 +24,6 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
-from tenacity import RetryError
 
 from offline_grpo.config import compose as conf
 from offline_grpo.config.problems import build_task, held_out_problems, isolated, train_problems, without_held_out
@@ -42,6 +41,7 @@ from offline_grpo.types import Problem, SamplingParams, Score
 
 try:
     from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+    from tenacity import RetryError
 except ModuleNotFoundError as error:
     sys.exit(f"error: atroposlib is not installed ({error}); use `{install_command('atropos')}`")
 

@@ -202,7 +202,8 @@ cli.run_command(main)
 
 def test_the_environment_says_what_it_needs() -> None:
     run = "runpy.run_module('offline_grpo.commands.task_environment', run_name='__main__')"
-    words = [sys.executable, "-c", f"import runpy, sys; sys.modules['atroposlib'] = None; {run}"]
+    without = "sys.modules['atroposlib'] = sys.modules['tenacity'] = None"
+    words = [sys.executable, "-c", f"import runpy, sys; {without}; {run}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1
     assert re.fullmatch(r"error: atroposlib is not installed .*; use `uv sync --extra atropos`\n", done.stderr)
