@@ -67,6 +67,12 @@ def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -
         hidden.unlink(missing_ok=True)
 
 
+def share(folder: Path) -> None:
+    """Let everybody read the weights who may read their folder: safetensors makes files for their user alone."""
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def matching(folder: Path, pattern: str) -> list[Path]:
     """What `folder.glob(pattern)` finds, where others delete folders meanwhile, as refused runs delete their own: it
     would raise.
@@ -127,6 +133,7 @@ def build_once(folder: Path, prefix: str, build: Callable[[Path], None], step: t
     with OwnFolder(folder.parent, prefix) as scratch:
         with progress.step(*step):
             build(scratch / "model")
+            share(scratch / "model")
         try:
             (scratch / "model").rename(folder)
         except OSError:  # another process was faster

@@ -65,6 +65,7 @@ def test_a_merged_adapter_is_the_policy(name: str, tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
     assert (tmp_path / "out" / "curves.png").read_bytes() == b"drawn"
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # for the same readers
     assert not names & {"trainer", "adapter_config.json"}
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == build_char_tokenizer(512).chat_template
     assert (tmp_path / "out" / "README.md").read_text() == "card"
