@@ -40,18 +40,6 @@ def require_new(folder: Path, shown: str) -> None:
         raise ConfigError(f"{shown}: is there already and not empty; name a new folder")
 
 
-def utf8(text: str) -> str:
-    """The text with an escape for each half of a surrogate pair, which UTF-8 has no bytes for; JSON has the same
-    escapes.
-    """
-    return text.encode(errors="backslashreplace").decode()
-
-
-def significant(value: float, digits: int) -> float:
-    """A number for people: 0.23, where the sum of 0.2 and 0.03 is 0.22999999999999998."""
-    return float(f"{value:.{digits}g}")
-
-
 def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -> None:
     """Write a file that appears complete or not at all, also if the power fails: what it is called until then, `sweep`
     deletes. `is_private`: other users of the machine cannot read it.

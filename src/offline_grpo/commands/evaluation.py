@@ -43,10 +43,10 @@ from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import generation_config_of, read_model_config
 from offline_grpo.model.pictures import vision_of
 from offline_grpo.model.text import TokenizerCodec
-from offline_grpo.redaction import flat, redacted
+from offline_grpo.redaction import redacted
 from offline_grpo.report.runs import read_yaml
 from offline_grpo.report.tables import evaluation_lines
-from offline_grpo.settings import RunConfig
+from offline_grpo.settings import RunConfig, flat
 from offline_grpo.start.prompts import check_episodes, codec_of, have_pictures, without_long
 from offline_grpo.train.metrics import score_metrics
 from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
