@@ -126,6 +126,9 @@ def exit_status(command: Callable[[], None]) -> int:
     except GrpoError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -54,11 +54,18 @@ def exit_with(main: Callable[[], object]) -> NoReturn:
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
-    """Run the `main` of a command without Hydra's own, and exit; errors as in `exit_with`."""
+    """Run the `main` of a command without Hydra's own, and exit; errors as in `exit_with`. A signal ends what `main`
+    has begun, too.
+    """
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - where it is closed
     try:
-        with ending_with_reader():
-            main()
+        with StopSignal.listening() as stop, ending_with_reader():
+            try:
+                main()
+            finally:
+                stop.check()  # libraries may make another error of it, or none
+    except StopRequested as error:
+        sys.exit(error.exit_code)  # its handler has said it
     except EXPECTED as error:
         leave(error, has_sweeps=False)
     except Exception as error:

@@ -260,7 +260,8 @@ def check_settings(plan: Plan, overrides: Sequence[str] = (), rollouts: DictConf
     if (served := plan.server_args.get("quantization")) is not None:  # an `Engine` asks servers that run already
         if sync.requires.shares_weights:
             fix = f"weight_sync={sync.name} would train on the server's own, rounded weights; {without_sharing}"
-            raise ConfigError("engine.args.quantization", served, fix)
+            typed = ("engine.args", served) if quantization is None else ("model", quantization)
+            raise ConfigError(f"{typed[0]}.quantization", typed[1], fix)
         if not plan.is_corrected:
             fix = f"engine.args.quantization={served} samples from other probabilities; use token_truncate"
             raise ConfigError("train.loss.importance_correction", "none", fix)

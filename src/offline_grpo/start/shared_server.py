@@ -19,6 +19,8 @@ from offline_grpo.settings import RunConfig
 from offline_grpo.state import Run
 
 POLL_S = 1.0
+OF_BASE = ("train_id", "gguf_file", "tiny", "quantization")
+"""Settings of `model` that say what the server loads."""
 
 
 def serve(configs: Sequence[Callable[[], RunConfig]], num_at_once: int, folder: Path, to_sweep: Connection) -> None:
@@ -43,12 +45,15 @@ def serve(configs: Sequence[Callable[[], RunConfig]], num_at_once: int, folder: 
 
 
 def _first_accepted(configs: Sequence[Callable[[], RunConfig]]) -> Plan:
-    """With the largest adapters of all. A job that is refused costs itself only, and says so itself."""
-    accepted, adapters, refusals = None, [], []
+    """With the largest adapters of all. A job that is refused costs itself only, and says so itself. Raises ConfigError
+    for jobs with several base models.
+    """
+    accepted, adapters, refusals, bases = None, [], [], list[tuple[object, ...]]()
     for config in configs:
         try:
             settings = config()
             adapters += [settings.model.lora] if settings.model.lora is not None else []
+            bases.append(tuple(getattr(settings.model, name) for name in OF_BASE))
             if accepted is None:
                 check_settings(plan := make_plan(settings))
                 accepted = plan
@@ -56,6 +61,10 @@ def _first_accepted(configs: Sequence[Callable[[], RunConfig]]) -> Plan:
             refusals.append(error)
     if accepted is None:
         raise refusals[0]
+    for name, *values in zip(OF_BASE, *bases, strict=True):
+        if other := [value for value in values if value != values[0]]:
+            fix = "the server has one base model, and another run of the sweep has another one; make a sweep for each"
+            raise ConfigError(f"hydra/launcher=shared_server model.{name}", other[0], fix)
 
     # The jobs find a server, so none of them asks whether it has room for such adapters.
     accepted.config.model.lora = max(adapters, key=lambda lora: lora.r, default=None)

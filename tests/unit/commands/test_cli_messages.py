@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -172,3 +173,22 @@ def test_a_traceback_is_shown_to_those_who_ask_for_it(tmp_path: Path) -> None:
     assert shown.startswith("Traceback")
     assert "in typed" in shown
     assert shown.splitlines()[-1].startswith(line)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_what_a_command_has_begun(name: str) -> None:
+    code = f"""
+import os, signal
+from offline_grpo.commands import cli
+def main():
+    try:
+        os.kill(os.getpid(), signal.{name})
+    except BaseException as error:
+        raise ImportError("libraries do so") from error
+    finally:
+        print("ended")
+cli.run_command(main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    shown = {"SIGINT": "Ctrl-C: stopping\n", "SIGTERM": "SIGTERM: stopping\n"}[name]
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.Signals[name], "ended\n", shown)

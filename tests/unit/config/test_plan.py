@@ -73,6 +73,7 @@ REFUSED = {
     "model.quantization=nf4": "model.quantization=nf4: quantised weights cannot be trained",
     f"{NF4} train.sharding=fsdp2": "model.quantization=nf4: train.sharding=fsdp2",
     f"{NF4} {OWN} weight_sync=lora_hotswap": "train.precision=fp32: a vLLM server",
+    f"{NF4} {OWN} weight_sync=lora_hotswap weight_sync.share_base=true train.precision=bf16": "model.quantization=nf4",
     f"{NF4} {OWN} weight_sync=lora_hotswap train.precision=bf16": "engine.args.quantization=bitsandbytes: this vLLM",
     "weight_sync=none": "weight_sync=none",
     "train/advantage=distill": "train.advantage.teacher=null: name a model",

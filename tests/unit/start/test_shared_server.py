@@ -22,6 +22,10 @@ ADAPTERS = f"{HOTSWAP} model/lora=default"
             (f"{ADAPTERS} train.lr=-1", f"{ADAPTERS} model.lora.r=4", f"{ADAPTERS} model.lora.r=32"),
             "weight_sync.server_args.max_lora_rank=16: the adapters have rank 32",
         ),
+        (
+            (ADAPTERS, f"{ADAPTERS} model.quantization=nf4"),
+            "hydra/launcher=shared_server model.quantization=nf4: the server has one base model, and another",
+        ),
     ],
 )
 def test_what_no_job_can_say_of_the_server_is_refused_before_it_starts(
