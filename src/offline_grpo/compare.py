@@ -68,13 +68,18 @@ class Comparison:
 
 HELP = f"""
 steps=N             iterations of each mode (default {Comparison.steps})
-modes=A,B           options of weight_sync; those that begin with lora_ train adapters (default {Comparison.modes})
-restart_interval=N  restart and lora_restart push every N steps (default {Comparison.restart_interval}); others: each
-gpus=N              of each mode (default {Comparison.gpus}); modes run at the same time where there are GPUs for it
-out=FOLDER          a new folder for everything (default {Comparison.out})
+modes=A,B           options of weight_sync; those that begin with lora_ train
+                    adapters (default
+                    {Comparison.modes})
+restart_interval=N  restart and lora_restart push every N steps (default {Comparison.restart_interval});
+                    others: each
+gpus=N              of each mode (default {Comparison.gpus}); modes run at the same time where
+                    there are GPUs for it
+out=FOLDER          a new folder for everything (default
+                    {Comparison.out})
 dry_run=true        print the commands, one a line, and end
-Every other word goes to every run, as in `run_grpo.py`: experiment=gsm8k_qwen2_5_1_5b. model.lora.KEY=VALUE goes to
-those with adapters.
+Every other word goes to every run, as on its own command line:
+experiment=gsm8k_qwen2_5_1_5b. model.lora.KEY=VALUE goes to those with adapters.
 """
 
 
@@ -105,7 +110,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
             others.append(word)
     asked.overrides = readable(others)
     for word in asked.overrides:
-        if key_of(word) in REFUSED or word.startswith("hydra."):
+        if key_of(word) in REFUSED or (word.startswith("hydra.") and key_of(word) != "hydra.searchpath"):
             raise ConfigError(key_of(word), word.partition("=")[2], "the comparison sets this itself; see --help")
     run_comparison(asked)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
+PIP = "pip" if find_spec("pip") else "uv pip"
+"""What installs packages into this environment: uv makes environments without pip."""
 IS_CLONE = (Path(__file__).parents[2] / "uv.lock").is_file()
 
 
@@ -21,5 +24,5 @@ def module_command(module: str) -> str:
 def install_command(extra: str | None = None) -> str:
     """What installs all packages that are needed, and those of an extra."""
     if not IS_CLONE:
-        return f"pip install 'offline-grpo[{extra}]'" if extra else "pip install offline-grpo"
+        return f"{PIP} install 'offline-grpo[{extra}]'" if extra else f"{PIP} install offline-grpo"
     return f"uv sync --extra {extra}" if extra else "uv sync"

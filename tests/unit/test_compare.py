@@ -55,6 +55,13 @@ def test_modes_differ_in_weight_sync_and_adapters_alone(capsys: pytest.CaptureFi
     assert not (tmp_path / "x, y").exists()
 
 
+def test_modes_of_ones_own_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "weight_sync").mkdir()
+    (tmp_path / "weight_sync" / "mine.yaml").write_text("defaults: [reload]\n")
+    where = f"hydra.searchpath=[file://{tmp_path}]"
+    assert where in commands(capsys, "modes=mine", where)["mine"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

