@@ -39,6 +39,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
     print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds
+    if options.push_to_hub is not None and (why := hub.unreachable()) is not None:
+        raise ConfigError("--push-to-hub", options.push_to_hub, f"the Hub cannot be reached ({why}); leave it out")
 
     from offline_grpo.checkpoint.pretrained import export_model, find_model, push_to_hub
     from offline_grpo.report.model_card import model_card

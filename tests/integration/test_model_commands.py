@@ -179,3 +179,12 @@ def test_sampling(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
         sample.run([base, "1", '--chat-template-kwargs={"enable_thinking": false}'])
     with pytest.raises(ConfigError, match=r"--max-new-tokens=9999: must be 1 to"):
         sample.run([base, "1", "--max-new-tokens=9999"])
+
+
+def test_a_push_without_a_network_is_refused_before_a_folder_is_written(
+    trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offline_grpo.hub.unreachable", lambda: "no route")
+    with pytest.raises(ConfigError, match=r"^--push-to-hub=me/m: the Hub cannot be reached \(no route\); leave it out"):
+        export.run([str(trained[0]), str(tmp_path / "out"), "--push-to-hub=me/m"])
+    assert not (tmp_path / "out").exists()

@@ -121,14 +121,16 @@ def explain(error: BaseException, has_sweeps: bool) -> str:
     if isinstance(error, MissingConfigException):
         name, known = str(error.missing_cfg_file), compose.groups(compose.folders(sys.argv[1:]))
         group, _, option = name.rpartition("/")
-        if name.startswith("model/") and name.count("/") > 1:
+        of_hydra = [each for each in error.options or () if not each.startswith("_")]
+        offered = list(dict.fromkeys([*known.get(group, ()), *of_hydra]))  # both: Hydra's plugins bring options, too
+        if name.startswith("model/") and name.count("/") > 1 and group not in known:
             model = name.removeprefix("model/")
             hub = f"model=hf model.train_id={model}"
             return f"model={model}: no such option; for a model of the Hugging Face Hub, {hub}"
-        if group in known:
-            own = [f"{group}={each}" for each in known[group] if each.startswith(option)]
+        if offered:
+            own = [f"{group}={each}" for each in offered if each.startswith(option)]
             elsewhere = [f"{other}={option}" for other, options in known.items() if option in {*options} - {"default"}]
-            meant = f"choose one of {', '.join(known[group])}"
+            meant = f"choose one of {', '.join(offered)}"
             if elsewhere:
                 meant = f"did you mean {' or '.join(own or elsewhere)}?"
             return f"{group}={option}: no such option; {meant}"
@@ -148,6 +150,7 @@ def explain(error: BaseException, has_sweeps: bool) -> str:
         typed = next((other for other in map(compose.key_of, sys.argv[1:]) if other.startswith(str(key))), str(key))
         return empty_group(typed, sys.argv[1:]) or no_such_key(typed)
     if key:
-        shown = f"{key}={value}" if value is not None else key
-        return f"{shown}: {str(cause).splitlines()[0]}{compose.sweep_hint(str(key), value)}"
+        shown, said = f"{key}={value}" if value is not None else key, str(cause).splitlines()[0].rstrip(".")
+        hint = f"; a list is {key}=[{value}]" if "not a ListConfig" in said else compose.sweep_hint(str(key), value)
+        return f"{shown}: {said}{hint}"
     return " ".join(str(error).split())

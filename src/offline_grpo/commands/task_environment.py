@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 from tenacity import RetryError
@@ -30,6 +30,7 @@ from offline_grpo.config import compose as conf
 from offline_grpo.config.problems import build_task, held_out_problems, isolated, train_problems, without_held_out
 from offline_grpo.errors import require
 from offline_grpo.generation.judging import Judgement
+from offline_grpo.installed import install_command
 from offline_grpo.interfaces import TaskFacts
 from offline_grpo.model.load import generation_config_of
 from offline_grpo.model.text import use_template
@@ -38,6 +39,11 @@ from offline_grpo.seeding import derive_seed
 from offline_grpo.settings import RunConfig
 from offline_grpo.start.prompts import codec_of, without_long
 from offline_grpo.types import Problem, SamplingParams, Score
+
+try:
+    from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+except ModuleNotFoundError as error:
+    sys.exit(f"error: atroposlib is not installed ({error}); use `{install_command('atropos')}`")
 
 IGNORED = -100
 """The mask of a token that the model did not write."""

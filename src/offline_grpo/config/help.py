@@ -84,7 +84,7 @@ def help_text(places: Sequence[Path], wanted: Sequence[str] = ()) -> str:
                 about = "" if is_of_key else " ".join(line.lstrip("# ") for line in written[:end])
                 lines += _section(f"{group}={option}", new, about)
     if not lines:
-        raise ConfigError("--help", " ".join(wanted), "nothing is called so; --help alone lists all")
+        raise ConfigError(f"--help={no_such_key(wanted[0])}")
     head = [USAGE, "Groups and their options (* is the default)", *names, ""]
     return "\n".join(lines if wanted else [*head, *lines])
 
@@ -172,6 +172,10 @@ def check_options(words: Sequence[str]) -> None:
     """Raise ConfigError for an option that Hydra does not have, such as `--learning_rate`."""
     for word in get_args_parser().parse_known_args(list(words))[1]:
         key = word.lstrip("-").partition("=")[0].replace("-", "_")
+        if meant := difflib.get_close_matches(
+            word, ("--multirun", "--config-dir", "--help", "--cfg"), n=1, cutoff=0.75
+        ):
+            raise ConfigError(f"{word}: no such option; did you mean {meant[0]}?")
         if word.startswith("--"):
             fix = f"{key}: settings have no dashes; write {key}=..." if key in known_keys() else no_such_key(key)
             raise ConfigError(f"--{fix}")

@@ -89,6 +89,12 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("logger=[json,consol]", "logger", "console, json, tensorboard, wandb"),
         ("train/loss=ppo", "train/loss", "cispo, "),
         ("engine=null", "engine", "vllm"),
+        ("model/lora=defualt", "model/lora", "choose one of default"),
+        ("hydra/launcher=joblb", "hydra/launcher", "joblib"),
+        ("hydra/sweeper=optunaa", "hydra/sweeper", "basic, optuna"),
+        ("eval.ks=4", "eval.ks", "a list is eval.ks=[4]"),
+        ("--multirn seed=0,1", "--multirn", "did you mean --multirun?"),
+        ("--help train.lrr", "--help", "did you mean train.lr?"),
         ("model=Qwen/Qwen2.5-0.5B", "model", "model=hf model.train_id=Qwen/Qwen2.5-0.5B"),
         ("model=hf model.train_id=./nowhere", "model.train_id", "no such folder"),
         ("model.device=gpu", "model.device", "cuda:N"),
@@ -192,3 +198,11 @@ cli.run_command(main)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
     shown = {"SIGINT": "Ctrl-C: stopping\n", "SIGTERM": "SIGTERM: stopping\n"}[name]
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.Signals[name], "ended\n", shown)
+
+
+def test_the_environment_says_what_it_needs() -> None:
+    run = "runpy.run_module('offline_grpo.commands.task_environment', run_name='__main__')"
+    words = [sys.executable, "-c", f"import runpy, sys; sys.modules['atroposlib'] = None; {run}"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: atroposlib is not installed .*; use `uv sync --extra atropos`\n", done.stderr)
