@@ -92,13 +92,6 @@ class LocalLauncher(SideBySideLauncher):
     def __init__(self, n_jobs: int = -1, **_of_joblib: Any) -> None:
         self._limit = n_jobs if n_jobs >= 0 else max(1, (os.cpu_count() or 1) + 1 + n_jobs)
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from offline_grpo.errors import require
-
-        fix = "must be at least 1, or -1 for as many as this machine has cores"
-        require(self._limit > 0, "hydra.launcher.n_jobs", 0, fix)
-        return super().launch(job_overrides, initial_job_idx)
-
     def _run(self, jobs: Mapping[int, list[str]], stop: StopSignal) -> list[JobReturn]:
         from offline_grpo.errors import exit_code_of, how_ended
 

@@ -40,18 +40,6 @@ def require_new(folder: Path, shown: str) -> None:
         raise ConfigError(f"{shown}: is there already and not empty; name a new folder")
 
 
-def utf8(text: str) -> str:
-    """The text with an escape for each half of a surrogate pair, which UTF-8 has no bytes for; JSON has the same
-    escapes.
-    """
-    return text.encode(errors="backslashreplace").decode()
-
-
-def significant(value: float, digits: int) -> float:
-    """A number for people: 0.23, where the sum of 0.2 and 0.03 is 0.22999999999999998."""
-    return float(f"{value:.{digits}g}")
-
-
 def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -> None:
     """Write a file that appears complete or not at all, also if the power fails: what it is called until then, `sweep`
     deletes. `is_private`: other users of the machine cannot read it.
@@ -65,6 +53,12 @@ def write_whole(path: Path, content: str | bytes, *, is_private: bool = False) -
         os.replace(hidden, path)
     finally:
         hidden.unlink(missing_ok=True)
+
+
+def share(folder: Path) -> None:
+    """Let everybody read the weights who may read their folder: safetensors makes files for their user alone."""
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
@@ -127,6 +121,7 @@ def build_once(folder: Path, prefix: str, build: Callable[[Path], None], step: t
     with OwnFolder(folder.parent, prefix) as scratch:
         with progress.step(*step):
             build(scratch / "model")
+            share(scratch / "model")
         try:
             (scratch / "model").rename(folder)
         except OSError:  # another process was faster

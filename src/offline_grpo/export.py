@@ -34,6 +34,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--private", action="store_true", help="make the new repository on the Hub private")
     cli.add_trust_option(parser)
     options = parser.parse_args(arguments)
+    if options.private and options.push_to_hub is None:
+        raise ConfigError("--private: is for a repository on the Hub; add --push-to-hub USER/MODEL, or leave it out")
 
     print("offline-grpo: loading ...", file=sys.stderr, flush=True)
     hub.need_model(options.model, "MODEL")  # before imports that take seconds

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-PIP = "pip" if find_spec("pip") else "uv pip"
-"""What installs packages into this environment: uv makes environments without pip."""
+PIP = "pip" if PathFinder.find_spec("pip") else "uv pip"
+"""What installs packages into this environment: uv makes environments without pip. `importlib.util.find_spec` would ask
+setuptools, which gives up its own distutils when it is asked for pip.
+"""
 IS_CLONE = (Path(__file__).parents[2] / "uv.lock").is_file()
 
 

@@ -51,14 +51,3 @@ def redacted_text(text: str) -> str:
 
 def _is_secret(name: str) -> bool:
     return _SECRET.fullmatch(name) is not None and _ORDINARY.fullmatch(name) is None
-
-
-def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """A configuration's values by their dotted keys. A group without keys is a value too."""
-    if not isinstance(node, Mapping) or not node:
-        return {prefix: node}
-    return {
-        key: value
-        for name, child in node.items()
-        for key, value in flat(child, f"{prefix}.{name}" if prefix else str(name)).items()
-    }

@@ -12,7 +12,7 @@ which OmegaConf would make read-only nodes. Nothing assigns to their fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from pkgutil import resolve_name
@@ -379,3 +379,14 @@ def planned_updates(train: Any, data: Any) -> int:
     if train.grad_accum_steps is None:
         return min(train.updates_per_iteration, sequences) * train.epochs
     return -(-sequences // (train.batch_size * train.grad_accum_steps)) * train.epochs
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """A configuration's values by their dotted keys. A group without keys is a value too."""
+    if not isinstance(node, Mapping) or not node:
+        return {prefix: node}
+    return {
+        key: value
+        for name, child in node.items()
+        for key, value in flat(child, f"{prefix}.{name}" if prefix else str(name)).items()
+    }

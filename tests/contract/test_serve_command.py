@@ -21,6 +21,8 @@ from runs import at, run
 from transformers import AutoModelForCausalLM
 
 from offline_grpo.engine.http import choose_port
+from offline_grpo.errors import ConfigError
+from offline_grpo.model import load as loading
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,6 +86,16 @@ def test_a_trainer_uses_it(
     metrics = run(tmp_path / "run", model_folder, *found, *overrides)
     assert metrics["train_iter_001.json"]["alignment/diff_abs_mean"] < 1e-4
     restore(url, model_folder)
+
+
+def test_an_adapter_that_it_has_no_room_for_is_refused_before_a_model_is_loaded(
+    command: tuple[object, str], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
+    words = (*at(command[1]), f"generation.api_key={KEY}", "weight_sync=lora_hotswap", *LORA, "model.lora.r=32")
+    lack = r"that server has --max-lora-rank 16, below model.lora.r=32; .* --max-lora-rank 32"
+    with pytest.raises(ConfigError, match=rf"^generation.base_url={command[1]}: {lack}"):
+        run(tmp_path / "run", model_folder, *words)
 
 
 def restore(url: str, model: Path) -> None:

@@ -163,6 +163,7 @@ def make_worker(model: nn.Module, **changes: Any) -> Any:
         ),
         parallel_config=SimpleNamespace(world_size=1),
         cache_config=SimpleNamespace(cpu_offload_gb=0),
+        lora_config=None,
     )
     for key, value in changes.items():
         part, _, name = key.partition("__")

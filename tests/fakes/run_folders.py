@@ -18,7 +18,7 @@ from offline_grpo.checkpoint.files import STATE, TrainerState, write_manifest
 from offline_grpo.config.build import build
 from offline_grpo.config.compose import as_plain, typed
 from offline_grpo.config.problems import source_node
-from offline_grpo.disk import utf8
+from offline_grpo.formats import utf8
 from offline_grpo.interfaces import Source
 from offline_grpo.rollouts.recorder import Origin, Recorder
 from offline_grpo.rollouts.replay import Replay

@@ -9,6 +9,8 @@ import pytest
 from factories import compose_config
 from runs import SMALL, Kill, alone_and_together, metrics_of, printed, run_in_child, weights_of
 
+from offline_grpo.errors import ConfigError
+from offline_grpo.model import load
 from offline_grpo.run import train
 
 EXPERTS = (
@@ -43,6 +45,14 @@ def test_routes_matter(cache: str, tmp_path: Path, alone: Path) -> None:
     assert DIFFER not in found["train_iter_000.json"]
     assert found["train_iter_000.json"]["reward_mean"] == expected["train_iter_000.json"]["reward_mean"]
     assert weights_of(other) != weights_of(alone)
+
+
+def test_a_dense_model_is_refused_before_its_weights_are_read(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_policy", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(ConfigError, match=r"^model.router_replay=old: model.train_id=.* has no experts, by its config"):
+        train(compose_config(cache, *SMALL, "model.router_replay=old", "train.updates_per_iteration=2"), tmp_path / "a")
 
 
 def test_blocks_that_are_computed_again_change_nothing(cache: str, tmp_path: Path, alone: Path) -> None:

@@ -129,11 +129,13 @@ def test_jobs_side_by_side_save_and_end_when_their_sweep_is_killed(side_by_side:
     assert "Traceback" not in printed(tmp_path)
 
 
-@pytest.mark.slow
-def test_no_job_at_a_time_is_refused(tmp_path: Path) -> None:
-    done, _ = multirun(tmp_path, "experiment=smoke", "hydra/launcher=joblib", "hydra.launcher.n_jobs=0", "seed=0,1")
+@pytest.mark.parametrize(("launcher", "n_jobs"), [("joblib", 0), ("shared_server", "two")])
+def test_no_number_of_jobs_is_refused_before_a_folder_is_made(tmp_path: Path, launcher: str, n_jobs: object) -> None:
+    words = f"hydra/launcher={launcher}", f"hydra.launcher.n_jobs={n_jobs}", "seed=0,1"
+    done, folder = multirun(tmp_path, "experiment=smoke", *words)
     assert done.returncode == 2
-    assert "error: hydra.launcher.n_jobs=0: must be at least 1, or -1 for" in done.stderr
+    assert f"error: hydra.launcher.n_jobs={n_jobs}: must be at least 1, or -1 for" in done.stderr
+    assert not folder.exists()
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from offline_grpo import compare
+from offline_grpo.commands import cli
 from offline_grpo.compare import Comparison, run_comparison
 from offline_grpo.errors import ConfigError, GrpoError, StopRequested
 from offline_grpo.history.records import versions
@@ -80,6 +81,13 @@ def test_what_cannot_be_compared_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         compare.run([*words, f"out={tmp_path / 'new'}"])
     assert not (tmp_path / "new").exists()
+
+
+def test_several_values_of_a_key_are_not_for_a_sweep_that_the_command_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command(lambda: compare.run(["modes=restart", "seed=1,2"]))
+    assert ended.value.code == 2
+    assert "error: seed=1,2: name one value, and start again for others; a list is" in capsys.readouterr().err
 
 
 RUN = """

@@ -21,6 +21,7 @@ ROOT_MODULES = {
     "redaction",
     "hub",
     "disk",
+    "formats",
     "sandbox",
 }
 LIFE = {"run", "state", "loop"}

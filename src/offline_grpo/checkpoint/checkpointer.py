@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offline_grpo.checkpoint.files import BEST, STATE, TrainerState, list_checkpoints, read_state, sync, write_manifest
+from offline_grpo.disk import share
 from offline_grpo.interfaces import Source
 from offline_grpo.model.adapters import warn_of_peft
 from offline_grpo.model.policy import Policy, save_policy
@@ -86,6 +87,7 @@ class Checkpointer:
             )
             (hidden / STATE).write_text(json.dumps(asdict(record), indent=1, sort_keys=True, allow_nan=False))
             write_manifest(hidden)
+            share(hidden)
 
             # All of it must be on disk before the folder gets its name.
             if not list_checkpoints(self.folder):

@@ -20,7 +20,7 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from offline_grpo import hub
 from offline_grpo.checkpoint.files import BEST, TrainerState, latest_checkpoint, verified_state
-from offline_grpo.disk import OwnFolder, require_new
+from offline_grpo.disk import OwnFolder, require_new, share
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.adapters import LanguageModel, unwrapped, warn_of_peft, with_saved_adapter
 from offline_grpo.model.device import make_current, torch_dtype
@@ -160,6 +160,7 @@ def export_model(
             model.to(torch_dtype(dtype) if dtype is not None else model.dtype)  # type: ignore[arg-type]
             save_model(unwrapped(model), folder)
             source.tokenizer().save_pretrained(str(folder))
+        share(folder)
         (folder / "README.md").write_text(card)
         if picture is not None:
             shutil.copyfile(picture, folder / picture.name)

@@ -67,7 +67,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     except StopRequested as error:
         sys.exit(error.exit_code)  # its handler has said it
     except EXPECTED as error:
-        leave(error)
+        leave(error, has_sweeps=False)
     except Exception as error:
         if not is_full(error):
             raise
@@ -80,8 +80,10 @@ def add_trust_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help=about)
 
 
-def leave(error: BaseException) -> NoReturn:
-    """Print an error as one line, after its traceback if that is wanted, and exit with its code."""
+def leave(error: BaseException, *, has_sweeps: bool = True) -> NoReturn:
+    """Print an error as one line, after its traceback if that is wanted, and exit with its code. `has_sweeps`: whether
+    the command has --multirun.
+    """
     if isinstance(error, StopRequested):
         if not error.is_reported:
             say(f"stopped by {error.signal_name} before the run began; nothing was saved")
@@ -96,7 +98,7 @@ def leave(error: BaseException) -> NoReturn:
         time.sleep(FIRST_SAYS_IT_S)
     if SHOWS_TRACEBACKS and is_main():
         traceback.print_exception(error)
-    line = f"error: {error if isinstance(error, GrpoError) else explain(error)}"
+    line = f"error: {error if isinstance(error, GrpoError) else explain(error, has_sweeps)}"
     say(line)
     if is_main() and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun prints a traceback of its own, and at its end what is in this file.
@@ -111,7 +113,7 @@ def say(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def explain(error: BaseException) -> str:
+def explain(error: BaseException, has_sweeps: bool) -> str:
     """An error of Hydra or OmegaConf about the command line as one line, with a hint where there is one."""
     # Of Hydra: a word that is no override, an option that a group does not have, several values without --multirun.
     if isinstance(error, OverrideParseException):
@@ -136,7 +138,8 @@ def explain(error: BaseException) -> str:
     if several := re.match("Ambiguous value for argument '(.*)'\n", str(error)):
         key, _, value = several[1].partition("=")
         text = f'"{key}={compose.quoted(value)}"'
-        return f"{several[1]}: add --multirun for a run with each value; a list is {key}=[{value}], one text {text}"
+        fix = "add --multirun for a run with each value" if has_sweeps else "name one value, and start again for others"
+        return f"{several[1]}: {fix}; a list is {key}=[{value}], one text {text}"
 
     # Of OmegaConf: a key that does not exist, or a value of another type.
     cause: BaseException = error

@@ -28,6 +28,7 @@ from offline_grpo.config.engine_spec import EngineSpec, training_engine
 from offline_grpo.config.parts import sampling_of
 from offline_grpo.config.problems import build_task, held_out_problems, isolated
 from offline_grpo.disk import OwnFolder
+from offline_grpo.engine.engine import Engine
 from offline_grpo.engine.inside_vllm.offline_grpo_weights import fingerprints, sums
 from offline_grpo.errors import ConfigError
 from offline_grpo.eval.evaluator import PassAtKEvaluator, recording
@@ -41,10 +42,11 @@ from offline_grpo.logger.samples import FirstLook
 from offline_grpo.model.device import resolve_device, torch_dtype
 from offline_grpo.model.load import generation_config_of, read_model_config
 from offline_grpo.model.pictures import vision_of
-from offline_grpo.redaction import flat, redacted
+from offline_grpo.model.text import TokenizerCodec
+from offline_grpo.redaction import redacted
 from offline_grpo.report.runs import read_yaml
 from offline_grpo.report.tables import evaluation_lines
-from offline_grpo.settings import RunConfig
+from offline_grpo.settings import RunConfig, flat
 from offline_grpo.start.prompts import check_episodes, codec_of, have_pictures, without_long
 from offline_grpo.train.metrics import score_metrics
 from offline_grpo.types import Metrics, Problem, RolloutGroup, SamplingParams
@@ -231,37 +233,13 @@ def evaluate(
     """Ask every model, by its short name, every problem. Fills `results` as it goes, so that they are there after an
     interruption too. The folder `out` gets the records and a server's log.
     """
-    first, config = next(iter(models)), sets[0].config
+    first = next(iter(models))
     for letter, source in models.items():
         with ExitStack() as of_model:
-            # What samples from this model: this process, or a server that is started with it.
             with progress.phase(f"load {letter}"):
-                tokenizer = source.tokenizer(config.model.chat_template)
-                trust: Any = {"trust_remote_code": source.trust_remote_code}
-                model_config = read_model_config(source.weights, "MODEL", **trust)
-                has_pictures = any(have_pictures(each.problems) for each in sets)
-                vision = vision_of(source.weights, model_config, **trust) if has_pictures else None
-                codec = codec_of(config, tokenizer, generation_config_of(source.weights), vision)
-                runtime: dict[str, Any] = {"tokenizer": tokenizer, "eos_ids": codec.end_ids, "vocab_size": None}
-                runtime |= {"vision": vision, "banned_ids": () if vision is None else vision.stand_ins}
-                place = source.weights
-                if spec.needs_server:
-                    if source.adapter is not None:
-                        place = str(of_model.enter_context(OwnFolder(out, ".merged_")) / "model")
-                        export_model(source, Path(place), merge=True, dtype=None, card="")
-                    runtime["vocab_size"] = model_config.get_text_config().vocab_size
-                else:
-                    dtype = source.trained_dtype or torch_dtype(config.train.precision)
-                    how: Any = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
-                    runtime["model"] = source.load(device=resolve_device(config.model.device), **how)
-                engine = spec.engine(sampling=sets[0].sampling, is_corrected=True, log_dir=out, **runtime)
-                of_model.callback(engine.stop)
-                engine.start(place, {})
-                if spec.base_urls:
-                    check_served_model(source, engine)
+                codec, engine = sampler_of(source, sets, spec, out, of_model)
 
             # Every model is asked the same, so the first one's tokens say which problems are too long.
-            look = FirstLook(codec.tokenizer, codec.end_ids, shows=letter == first)
             if letter == first:
                 sets = [
                     replace(each, problems=without_long(each.problems, codec, each.config.data, "held-out"))
@@ -269,32 +247,18 @@ def evaluate(
                 ]
             check_episodes(codec, [problem for each in sets for problem in each.problems])
 
+            look = FirstLook(codec.tokenizer, codec.end_ids, shows=letter == first)
             for number, chosen in enumerate(sets, 1):
-                settings = chosen.config.eval
+                key, settings = (letter, chosen.name), chosen.config.eval
                 asked = f"{len(chosen.problems)} problems, {settings.replicates} completions each"
                 log.info("%s on %s: %s", letter, chosen.name, asked)
                 # the number keeps sets apart whose names differ in other signs than letters
                 file = out / f"{letter}-{number}-{re.sub(r'[^a-zA-Z0-9_.=-]+', '_', chosen.name)}.jsonl"
-
-                # Groups come as they are complete; each is on record at once.
-                found: dict[int, RolloutGroup] = {}
-                with progress.phase(f"{letter} on {chosen.name}"), ExitStack() as stack, recording(file) as record:
-                    evaluator = PassAtKEvaluator.of(
-                        settings,
-                        task=isolated(chosen.task, chosen.config, out, stack),
-                        problems=chosen.problems,
-                        codec=codec,
-                        sampling=chosen.sampling,
-                        rank=0,
-                        world_size=1,
-                    )
-                    for index, group in evaluator.groups(engine, cycle=CYCLE):
-                        found[index] = group
-                        record(index, group)
+                with progress.phase(f"{letter} on {chosen.name}"):
+                    groups, metrics = answers_to(chosen, codec, engine, file)
 
                 # The metrics, and problem by problem how this model differs from the first one.
-                groups, key = [found[index] for index in range(len(found))], (letter, chosen.name)
-                results.metrics[key] = {**evaluator.metrics(groups, cycle=CYCLE), **score_metrics(groups)}
+                results.metrics[key] = {**metrics, **score_metrics(groups)}
                 correct = np.array([sum(r.score.is_correct for r in group.rollouts) for group in groups])
                 results.num_correct[key] = correct
                 if letter != first:
@@ -302,6 +266,66 @@ def evaluate(
                     results.comparisons[key] = compare(*pair, settings.replicates)
                 look.rollouts("eval", groups, advantages=None, iteration=-1)
     results.is_complete = True
+
+
+def sampler_of(
+    source: ModelSource, sets: Sequence[EvaluationSet], spec: EngineSpec, out: Path, stack: ExitStack
+) -> tuple[TokenizerCodec, Engine]:
+    """What samples from a model, started: this process, or a server, which has an adapter merged into its base; and
+    its codec. `stack` ends it.
+    """
+    # What the model reads.
+    config, trust = sets[0].config, {"trust_remote_code": source.trust_remote_code}
+    tokenizer = source.tokenizer(config.model.chat_template)
+    model_config = read_model_config(source.weights, "MODEL", **trust)
+    has_pictures = any(have_pictures(each.problems) for each in sets)
+    vision = vision_of(source.weights, model_config, **trust) if has_pictures else None
+    codec = codec_of(config, tokenizer, generation_config_of(source.weights), vision)
+    runtime: dict[str, Any] = {"tokenizer": tokenizer, "eos_ids": codec.end_ids, "vocab_size": None}
+    runtime |= {"vision": vision, "banned_ids": () if vision is None else vision.stand_ins}
+
+    # Its weights: a folder for the server, or the model here.
+    place = source.weights
+    if spec.needs_server:
+        runtime["vocab_size"] = model_config.get_text_config().vocab_size
+    else:
+        dtype = source.trained_dtype or torch_dtype(config.train.precision)
+        how: Any = {"dtype": dtype, "attn_implementation": config.model.attn_implementation}
+        runtime["model"] = source.load(device=resolve_device(config.model.device), **how)
+    if spec.needs_server and source.adapter is not None:
+        place = str(stack.enter_context(OwnFolder(out, ".merged_")) / "model")
+        export_model(source, Path(place), merge=True, dtype=None, card="")
+
+    engine = spec.engine(sampling=sets[0].sampling, is_corrected=True, log_dir=out, **runtime)
+    stack.callback(engine.stop)
+    engine.start(place, {})
+    if spec.base_urls:
+        check_served_model(source, engine)
+    return codec, engine
+
+
+def answers_to(
+    chosen: EvaluationSet, codec: TokenizerCodec, engine: Engine, file: Path
+) -> tuple[list[RolloutGroup], Metrics]:
+    """A group for each problem of a set, in their order, and pass@k. Groups come as they are complete; each is on
+    record in `file` at once.
+    """
+    found: dict[int, RolloutGroup] = {}
+    with ExitStack() as stack, recording(file) as record:
+        evaluator = PassAtKEvaluator.of(
+            chosen.config.eval,
+            task=isolated(chosen.task, chosen.config, file.parent, stack),
+            problems=chosen.problems,
+            codec=codec,
+            sampling=chosen.sampling,
+            rank=0,
+            world_size=1,
+        )
+        for index, group in evaluator.groups(engine, cycle=CYCLE):
+            found[index] = group
+            record(index, group)
+    groups = [found[index] for index in range(len(found))]
+    return groups, evaluator.metrics(groups, cycle=CYCLE)
 
 
 def check_served_model(source: ModelSource, engine: Any) -> None:

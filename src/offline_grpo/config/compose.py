@@ -28,8 +28,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.model.device import TORCH_NAMES
-from offline_grpo.redaction import flat
-from offline_grpo.settings import RunConfig
+from offline_grpo.settings import RunConfig, flat
 from offline_grpo.train.schedule import LrSchedule
 
 MAY_BE_INFINITE = ("train.grad_clip",)

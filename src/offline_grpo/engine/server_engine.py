@@ -555,8 +555,8 @@ class ServerEngine(Streaming, Engine):
 
     def describe(self) -> dict[str, Any]:
         """What it says of itself, if it does: `logprobs_mode`, of which distribution it returns logprobs;
-        `max_logprobs`, of how many tokens (-1: all); and `quantization`, in which format it computes with the weights
-        that it gets, such as fp8 (None: their own).
+        `max_logprobs`, of how many tokens (-1: all); `max_lora_rank`, of adapters that it has room for; and
+        `quantization`, in which format it computes with the weights that it gets, such as fp8 (None: their own).
         """
         return {}
 

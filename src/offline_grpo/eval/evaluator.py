@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from offline_grpo.disk import significant, utf8, write_whole
+from offline_grpo.disk import write_whole
 from offline_grpo.eval.statistics import ReplicateTable, metrics_with_intervals
+from offline_grpo.formats import significant, utf8
 from offline_grpo.generation.sample import sample_groups
 from offline_grpo.interfaces import RolloutClient, Task
 from offline_grpo.model.text import TokenizerCodec

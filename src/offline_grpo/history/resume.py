@@ -31,9 +31,9 @@ from offline_grpo.disk import matching, write_whole
 from offline_grpo.errors import CheckpointError, ConfigError
 from offline_grpo.history.folder import Lock, RunDir
 from offline_grpo.installed import run_command
-from offline_grpo.redaction import flat, redacted
+from offline_grpo.redaction import redacted
 from offline_grpo.report.runs import WITHOUT_EFFECT, Run, read_yaml, starts_of
-from offline_grpo.settings import RunConfig, StopWhenConfig, planned_updates
+from offline_grpo.settings import RunConfig, StopWhenConfig, flat, planned_updates
 from offline_grpo.train.schedule import LrSchedule, early_stop_reason
 
 NO_CHECKPOINT = "no checkpoint found; use a run folder, its checkpoints/iter_NNN, or auto"

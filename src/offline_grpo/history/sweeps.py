@@ -65,6 +65,10 @@ class RunCallback(Callback):
             ):
                 if not is_good and not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
                     raise ConfigError(key, found, f"{value}{fix}")
+            n_jobs = config.hydra.launcher.get("n_jobs", 1)
+            if type(n_jobs) is not int or n_jobs == 0:
+                fix = "must be at least 1, or -1 for as many as this machine has cores"
+                raise ConfigError("hydra.launcher.n_jobs", n_jobs, fix)
             Lock(self._folder, f"hydra.sweep.dir={config.hydra.sweep.dir}")  # until the process ends
 
         shutil.rmtree(self._folder / FAILED, ignore_errors=True)  # of a start that was interrupted

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offline_grpo.disk import significant, utf8, write_whole
+from offline_grpo.disk import write_whole
+from offline_grpo.formats import significant, utf8
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import output_console, suffix_of
 from offline_grpo.settings import Group, Range, at_least

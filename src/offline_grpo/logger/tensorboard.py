@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, tagged
 from offline_grpo.logger.samples import Advantages, Decode, chosen
-from offline_grpo.redaction import flat, redacted
+from offline_grpo.redaction import redacted
+from offline_grpo.settings import flat
 from offline_grpo.types import Metrics, RolloutGroup
 
 if TYPE_CHECKING:

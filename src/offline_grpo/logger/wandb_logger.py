@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 import yaml
 
-from offline_grpo.disk import utf8
+from offline_grpo.formats import utf8
 from offline_grpo.interfaces import RunListener
 from offline_grpo.logger import completed_iterations, tagged
 from offline_grpo.logger.atropos import SECTIONS, Benchmark, Names, mode_of, renamed

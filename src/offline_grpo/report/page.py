@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from offline_grpo.disk import significant, utf8, write_whole
+from offline_grpo.disk import write_whole
 from offline_grpo.eval.statistics import compare, mean_interval, p_text, t_p_value
+from offline_grpo.formats import significant, utf8
 from offline_grpo.report.configurations import (
     MIN_SEEDS,
     Configuration,

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from offline_grpo.errors import ConfigError
 from offline_grpo.logger import completed_iterations
-from offline_grpo.redaction import flat, redacted, redacted_text
+from offline_grpo.redaction import redacted, redacted_text
+from offline_grpo.settings import flat
 from offline_grpo.types import Metrics
 
 FloatArray = NDArray[np.float64]

@@ -12,7 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from offline_grpo.disk import significant, write_whole
+from offline_grpo.disk import write_whole
+from offline_grpo.formats import significant
 from offline_grpo.logger.atropos import Benchmark
 from offline_grpo.report.configurations import configurations
 from offline_grpo.report.page import save_page

@@ -20,13 +20,12 @@ from offline_grpo import progress
 from offline_grpo.errors import ConfigError, require
 from offline_grpo.generation.judging import Judgement
 from offline_grpo.interfaces import Source, Task
-from offline_grpo.redaction import flat
 from offline_grpo.rollouts.on_policy import permutation
 from offline_grpo.rollouts.recorder import FOLDER, Origin, json_hash
 from offline_grpo.rollouts.rows import group_rows
 from offline_grpo.rollouts.store import Shard, shards_of
 from offline_grpo.seeding import derive_seed
-from offline_grpo.settings import RunConfig
+from offline_grpo.settings import RunConfig, flat
 from offline_grpo.types import FinishReason, Metrics, RolloutGroup, Score
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic_core import from_json
 
-from offline_grpo.disk import utf8
 from offline_grpo.errors import ConfigError
+from offline_grpo.formats import utf8
 from offline_grpo.types import FinishReason, Picture, Problem, Rollout, RolloutGroup, Score, Turn, num_pictures
 
 # Once, because `json.dumps` would make one at each call.

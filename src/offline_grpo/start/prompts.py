@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -63,6 +64,9 @@ def check_model(run: Run) -> None:
     if plan.loss.kl_coef > 0 and config.ref_id is not None:
         read_model_config(config.ref_id, "model.ref_id", **how)
     model_config = read_model_config(model_id, "model.train_id", **how)
+    if config.router_replay != "none" and not re.search("expert|moe|rout", str(model_config)):
+        fix = f"model.train_id={model_id} has no experts, by its config; use none"
+        raise ConfigError("model.router_replay", config.router_replay, fix)
     tokenizer = load_tokenizer(model_id, **how, chat_template=config.chat_template)
     if tokenizer.chat_template is None:
         without = "has no chat template, so a prompt is the plain contents of its messages, line by line"

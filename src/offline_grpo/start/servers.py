@@ -129,6 +129,10 @@ def check_found_servers(plan: Plan, model_id: str) -> None:
                     "%s=%s: that server %s; weight_sync=none uses it as it is", engine.url_key, engine.base_url, lack
                 )
                 continue
+            if lack is None and plan.lora_rank is not None and needs.moves == "lora":
+                most = engine.describe().get("max_lora_rank") or plan.lora_rank  # a stock server does not say
+                if plan.lora_rank > most:
+                    lack = f"has --max-lora-rank {most}, below model.lora.r={plan.lora_rank}"
             if lack is not None:
                 fix = f"that server {lack}; see docs/weight_sync.md, Your own server. Start one that has it: {command}"
                 raise ConfigError(f"{engine.url_key}={engine.base_url}: {fix}")

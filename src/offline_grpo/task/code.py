@@ -53,7 +53,7 @@ class Code(RowTask):
     shown_template: Annotated[str, Range("must contain {shown}", lambda text: "{shown}" in text)]
     all_or_nothing: bool
     format_weight: FormatWeight
-    command: list[str]
+    command: Annotated[list[str], Range("name a program, such as [python,main.py]", bool)]
     file: str
     memory_mib: Annotated[int, at_least(32)]
     disk_mib: Annotated[int, at_least(1)]

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Annotated, ClassVar
 
 from offline_grpo.settings import at_least
@@ -36,38 +38,46 @@ class Needle(BaseTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = FACT_WORDS + (self.hops - 1) * LINK_WORDS
+        least = self._most_words(1)
         self.check(
             "num_words", self.num_words >= least, f"must be at least {least}, the words of task.hops={self.hops}"
         )
 
-    @property
+    def _most_words(self, num_chains: int) -> int:
+        """Of so many chains. Names beyond `NAMES` end in a number, which is a word. A name is there twice, but for the
+        last one of each chain, and `NAMES` are the last ones of as many chains as they can be.
+        """
+        num_numbered = max(0, num_chains * self.hops - len(NAMES))
+        of_numbers = 2 * num_numbered - max(0, num_chains - len(NAMES))
+        return num_chains * (FACT_WORDS + (self.hops - 1) * LINK_WORDS) + of_numbers
+
+    @cached_property
     def num_chains(self) -> int:
-        """For which there is room. If `NAMES` are too few for them, each name has a number, which is a word."""
-        words = FACT_WORDS + (self.hops - 1) * LINK_WORDS
-        num_chains = self.num_words // words
-        return num_chains if num_chains * self.hops <= len(NAMES) else self.num_words // (words + 2 * self.hops - 1)
+        """For which there is room, whatever names they draw."""
+        return bisect_right(range(1, self.num_words), self.num_words, key=self._most_words)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """Of all facts, each with a name of its own."""
+        numbers = range(max(len(NAMES), self.num_chains * self.hops))
+        return [NAMES[n % len(NAMES)] + (f" {n // len(NAMES)}" if n >= len(NAMES) else "") for n in numbers]
 
     def problems(self, split: Split) -> LazyProblems:
         """The first 10^9 problems of a split, generated when indexed; ids are `needle-i` and `needle-eval-i`."""
         return LazyProblems(partial(self._problem, "" if split is Split.TRAIN else "eval-"), range(MANY))
 
     def _problem(self, prefix: str, index: int) -> Problem:
-        # Each chain has names of its own.
         rng = random.Random(f"needle {self.num_words} {self.hops} {prefix}{index}")
-        num_chains = self.num_chains
-        numbers = rng.sample(range(max(len(NAMES), num_chains * self.hops)), num_chains * self.hops)
-        names = [NAMES[n % len(NAMES)] + (f" {n // len(NAMES)}" if n >= len(NAMES) else "") for n in numbers]
-        facts, asked_for = [], rng.randrange(num_chains)
+        names = rng.sample(self._names, self.num_chains * self.hops)
+        facts, asked_for = [], rng.randrange(self.num_chains)
         question = answer = ""
-        for chain in range(num_chains):
-            first, *others = names[chain * self.hops : (chain + 1) * self.hops]
-            number = str(rng.randint(1000, 9999))
-            facts.append(f"The number of {first} is {number}.")
-            for before, name in zip([first, *others], others, strict=False):
-                facts.append(f"The number of {name} is that of {before}.")
-            if chain == asked_for:
-                question, answer = [first, *others][-1], number
+        for number_of_chain in range(self.num_chains):
+            chain = names[number_of_chain * self.hops : (number_of_chain + 1) * self.hops]
+            number = rng.randrange(1000, 10_000)
+            facts.append(f"The number of {chain[0]} is {number}.")
+            facts += [f"The number of {name} is that of {before}." for before, name in pairwise(chain)]
+            if number_of_chain == asked_for:
+                question, answer = chain[-1], str(number)
         rng.shuffle(facts)
         prompt = f"{' '.join(facts)}\n\nWhat is the number of {question}? Answer with the number alone."
         return Problem(f"needle-{prefix}{index}", asked(prompt, self.system_prompt), answer)

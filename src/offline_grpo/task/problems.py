@@ -134,7 +134,7 @@ def near_duplicates(train: Iterable[Problem], held_out: Sequence[Problem]) -> li
         for each in own:
             places[each].append(index)
     best: dict[int, NearDuplicate] = {}
-    for problem in train:
+    for problem in train if places else ():
         shared = sequences_of(problem) & places.keys()
         for index, count in Counter(index for each in shared for index in places[each]).items():
             share = count / len(sequences[index])

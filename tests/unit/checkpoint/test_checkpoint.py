@@ -72,6 +72,7 @@ def test_folder_is_a_plain_hugging_face_model(saved, tmp_path, token_batch):
     assert (folder / "model.safetensors").stat().st_size < num_bytes * 1.02 + 5000
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert json.loads((folder / MANIFEST).read_text())["files"].keys() == files - {MANIFEST}
+    assert len({os.stat(folder / name).st_mode for name in files}) == 1  # whoever may read some may read all
 
 
 def test_only_the_newest_are_kept_beside_those_of_another_history(saved, tmp_path):

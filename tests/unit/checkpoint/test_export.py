@@ -14,7 +14,9 @@ from peft import LoraConfig, get_peft_model
 from run_folders import config_of, make_checkpoint, state_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from offline_grpo import export
 from offline_grpo.checkpoint.pretrained import export_model, find_model, push_to_hub
+from offline_grpo.errors import ConfigError
 from offline_grpo.model.tiny import build_char_tokenizer
 from offline_grpo.report.model_card import model_card
 from offline_grpo.report.runs import Run
@@ -63,6 +65,7 @@ def test_a_merged_adapter_is_the_policy(name: str, tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
     assert (tmp_path / "out" / "curves.png").read_bytes() == b"drawn"
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # for the same readers
     assert not names & {"trainer", "adapter_config.json"}
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == build_char_tokenizer(512).chat_template
     assert (tmp_path / "out" / "README.md").read_text() == "card"
@@ -95,6 +98,11 @@ def test_a_push_sends_the_folder_to_the_hub(tmp_path: Path, monkeypatch: pytest.
     push_to_hub(tmp_path, "me/m", private=True)
     settings = {"private": True, "exist_ok": True}
     assert calls == [("me/m", settings), {"repo_id": "me/m", "folder_path": str(tmp_path)}]
+
+
+def test_only_what_is_pushed_can_be_private(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--private: .* add --push-to-hub USER/MODEL"):
+        export.run(["any", str(tmp_path / "out"), "--private"])
 
 
 def test_the_card_tells_results_and_nothing_private() -> None:

@@ -339,6 +339,8 @@ def test_programs_of_any_language_read_input_and_write_output() -> None:
     assert judged(shell, "while :; do echo 5; done", pairs).reward == 0
     with pytest.raises(ConfigError, match=r"task.command=\['nodee', 'main.js'\]: there is no nodee in "):
         make("task.command=[nodee,main.js]")
+    with pytest.raises(ConfigError, match=r"task.command=\[\]: name a program"):
+        make("task.command=[]")
 
 
 def test_drawn_problems_have_twenty_kinds_and_are_held_out_apart(task: Code) -> None:

@@ -38,6 +38,13 @@ def test_the_facts_lead_to_the_answer(num_words: int, hops: int) -> None:
             assert 0.9 * num_words < words <= num_words
 
 
+@pytest.mark.parametrize(("num_words", "num_facts"), [(3059, 437), (3066, 437), (3067, 438), (40_000, 5054)])
+def test_a_text_has_as_many_facts_as_it_has_room_for(num_words: int, num_facts: int) -> None:
+    # 437 names have two words; a fact about one of the others has eight words instead of seven
+    prompt = make(num_words).problems(Split.TRAIN)[0].messages[-1]["content"]
+    assert len(re.findall(r"The number of", prompt)) == num_facts
+
+
 def test_problems_differ_and_stay_as_they_are() -> None:
     task = make()
     train, held_out = task.problems(Split.TRAIN), task.problems(Split.EVAL)
@@ -58,3 +65,7 @@ def test_the_last_number_counts() -> None:
 def test_a_chain_must_have_room() -> None:
     with pytest.raises(ConfigError, match=r"task.num_words=20: must be at least 27, the words of task.hops=3"):
         make(20, 3)
+    # 438 names, of which one is numbered and may be there twice: 7 + 437 * 10 + 2
+    with pytest.raises(ConfigError, match=r"task.num_words=400: must be at least 4379, the words of task.hops=438"):
+        make(400, 438)
+    assert followed(make(4379, 438).problems(Split.TRAIN)[0].messages[-1]["content"])[1] == 438

@@ -141,6 +141,7 @@ class WorkerExtension:
             "quantization": quantization,
             "logprobs_mode": str(self.vllm_config.model_config.logprobs_mode),
             "max_logprobs": self.vllm_config.model_config.max_logprobs,
+            "max_lora_rank": getattr(self.vllm_config.lora_config, "max_lora_rank", None),
         }
 
     def grpo_layout(self) -> list[dict[str, Any]]:
