@@ -30,8 +30,13 @@ def user_cache(name: str) -> Path:
 
 
 def models_cache(cache_dir: str | None) -> Path:
-    """The folder for models that runs make."""
-    return Path(cache_dir).resolve() if cache_dir is not None else user_cache("models")
+    """The folder for models that runs make. Raises ConfigError if there can be none."""
+    folder = Path(cache_dir).resolve() if cache_dir is not None else user_cache("models")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("cache_dir", folder, f"cannot be made ({error.strerror}); name another folder") from error
+    return folder
 
 
 def require_new(folder: Path, shown: str) -> None:

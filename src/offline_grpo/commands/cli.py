@@ -150,7 +150,10 @@ def explain(error: BaseException, has_sweeps: bool) -> str:
         typed = next((other for other in map(compose.key_of, sys.argv[1:]) if other.startswith(str(key))), str(key))
         return empty_group(typed, sys.argv[1:]) or no_such_key(typed)
     if key:
-        shown, said = f"{key}={value}" if value is not None else key, str(cause).splitlines()[0].rstrip(".")
+        said = str(cause).splitlines()[0].rstrip(".")
+        if elsewhere := re.match(r"While dereferencing interpolation '\$\{([\w.]+)\}': (.*)", said):
+            key, said = elsewhere.groups()
+        shown = f"{key}={value}" if value is not None else key
         hint = f"; a list is {key}=[{value}]" if "not a ListConfig" in said else compose.sweep_hint(str(key), value)
         return f"{shown}: {said}{hint}"
     return " ".join(str(error).split())

@@ -93,6 +93,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("hydra/launcher=joblb", "hydra/launcher", "joblib"),
         ("hydra/sweeper=optunaa", "hydra/sweeper", "basic, optuna"),
         ("eval.ks=4", "eval.ks", "a list is eval.ks=[4]"),
+        ("generation.temperature=hot", "generation.temperature", "could not be converted to Float"),
+        ("cache_dir=/dev/null", "cache_dir", "cannot be made (File exists); name another folder"),
         ("--multirn seed=0,1", "--multirn", "did you mean --multirun?"),
         ("--help train.lrr", "--help", "did you mean train.lr?"),
         ("model=Qwen/Qwen2.5-0.5B", "model", "model=hf model.train_id=Qwen/Qwen2.5-0.5B"),
