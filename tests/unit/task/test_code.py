@@ -22,13 +22,19 @@ from offline_grpo.types import Problem, Score, Split
 
 
 def make(*overrides: str) -> Code:
-    task: Any = build_task(typed(compose_config("task=code", "scoring.timeout_s=6", *overrides)).task)
+    task: Any = build_task(typed(compose_config("task=code", "scoring.timeout_s=60", *overrides)).task)
     return task
 
 
 @pytest.fixture(scope="module")
 def task() -> Code:
     return make()
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Code:
+    """For what never ends: it gets three seconds."""
+    return make("scoring.timeout_s=6")
 
 
 def judged(task: Code, code: str, tests: Any, shown: Any = None) -> Score:
@@ -159,9 +165,9 @@ FORGERIES = {
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name == "fork bomb" else name for name in FORGERIES],
 )
-def test_what_was_not_computed_earns_nothing(task: Code, name: str) -> None:
+def test_what_was_not_computed_earns_nothing(hasty: Code, name: str) -> None:
     before = {each.pid for each in psutil.Process().children(recursive=True)}, {*os.listdir("/proc/self/fd")}
-    score = judged(task, FORGERIES[name], TESTS)
+    score = judged(hasty, FORGERIES[name], TESTS)
     assert (score.reward, score.is_correct) == (0.0, False)
     after = {each.pid for each in psutil.Process().children(recursive=True)}, {*os.listdir("/proc/self/fd")}
     assert after == before
@@ -254,7 +260,7 @@ def test_tests_use_objects_of_the_code_as_if_they_were_here(task: Code, tests: s
     assert judged(task, OBJECTS, tests).reward == 1
 
 
-def test_a_share_of_the_tests_is_paid_or_all_or_nothing(task: Code) -> None:
+def test_a_share_of_the_tests_is_paid_or_all_or_nothing(task: Code, hasty: Code) -> None:
     tests = "assert f(1) == 1\nassert f(2) == 4\nprint('x')\nassert f(3) == 3"
     code = "print('hello' * 10**6)\ndef f(x): return x"
     score = judged(task, code, tests)
@@ -264,7 +270,7 @@ def test_a_share_of_the_tests_is_paid_or_all_or_nothing(task: Code) -> None:
     assert judged(strict, "def f(x): return [0, 1, 4, 3][x]", tests).parts == {"tests": 1.0, "format": 0.1}
     assert strict.score(Problem("p", (), "", {"tests": tests}), "def f(x): return x").reward == 0
     hanging = "def f(x):\n    while x == 2: pass\n    return x"
-    score = judged(task, hanging, tests)
+    score = judged(hasty, hanging, tests)
     assert score.reward == pytest.approx(1 / 3), "tests before the one that hangs count"
     assert (score.measured["timed_out"], judged(task, code, tests).measured["timed_out"]) == (1, 0)
     parts = "import unittest\nfrom solution import f\nclass MyTest(unittest.TestCase):\n    def test_f(self):\n"
