@@ -30,13 +30,8 @@ def user_cache(name: str) -> Path:
 
 
 def models_cache(cache_dir: str | None) -> Path:
-    """The folder for models that runs make. Raises ConfigError if there can be none."""
-    folder = Path(cache_dir).resolve() if cache_dir is not None else user_cache("models")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("cache_dir", folder, f"cannot be made ({error.strerror}); name another folder") from error
-    return folder
+    """The folder for models that runs make."""
+    return Path(cache_dir).resolve() if cache_dir is not None else user_cache("models")
 
 
 def require_new(folder: Path, shown: str) -> None:
@@ -115,10 +110,15 @@ class OwnFolder:
 
 
 def build_once(folder: Path, prefix: str, build: Callable[[Path], None], step: tuple[str, str]) -> Path:
-    """Let `build` fill a new folder, called `prefix...` until it becomes `folder`, unless that exists. It appears
-    complete or not at all, also when several processes build it at the same time. `step`: see `progress.step`.
+    """Let `build` fill a new folder of `models_cache`, called `prefix...` until it becomes `folder`, unless it exists.
+    It appears complete or not at all, also when several processes build it at the same time. `step`: see
+    `progress.step`. Raises ConfigError if there can be no cache.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = f"cannot be made ({error.strerror}); name another folder"
+        raise ConfigError("cache_dir", folder.parent, fix) from error
     remove_left_behind(folder.parent, prefix)
     if folder.exists():
         return folder
