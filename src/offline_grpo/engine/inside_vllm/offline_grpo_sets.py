@@ -44,6 +44,10 @@ def find_sets_at_once() -> None:
         return others if sets <= 1 else NumSets(sets) if others <= 0 else max(sets, others)
 
     def compute_logprobs(logits: Tensor, number: int, sampled: Tensor, starts: Any = None, **others: Any) -> Any:
+        # A row alone keeps the stride of vLLM's padded vocabulary, rows together have that of the model's. Triton reads
+        # four numbers at a time where 16 divides it, and adds in another order then: of a model with 100 tokens, the
+        # last bits of a logprob told who else was in the batch.
+        logits = logits.flatten()[None] if len(logits) == 1 else logits
         if not isinstance(number, NumSets) or starts is not None or others.get("max_per_req_token_ids"):
             return compute(logits, number, sampled, starts, **others)
         return LogprobsTensors(*sets_of(logits, number, sampled))
