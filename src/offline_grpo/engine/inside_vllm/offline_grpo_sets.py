@@ -6,6 +6,7 @@ Like its neighbours, the module stands alone; all that it uses of vLLM is alike 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -44,16 +45,23 @@ def find_sets_at_once() -> None:
         return others if sets <= 1 else NumSets(sets) if others <= 0 else max(sets, others)
 
     def compute_logprobs(logits: Tensor, number: int, sampled: Tensor, starts: Any = None, **others: Any) -> Any:
-        # A row alone keeps the stride of vLLM's padded vocabulary, rows together have that of the model's. Triton reads
-        # four numbers at a time where 16 divides it, and adds in another order then: of a model with 100 tokens, the
-        # last bits of a logprob told who else was in the batch.
-        logits = logits.flatten()[None] if len(logits) == 1 else logits
         if not isinstance(number, NumSets) or starts is not None or others.get("max_per_req_token_ids"):
             return compute(logits, number, sampled, starts, **others)
         return LogprobsTensors(*sets_of(logits, number, sampled))
 
     states.add_request, states.max_num_logprobs = add_request, max_num_logprobs
     setattr(sampler, name, compute_logprobs)
+
+    # Rows have the stride of vLLM's padded vocabulary; once copied, several have that of the model's, and one alone has
+    # not. Triton reads four numbers at a time where 16 divides it, and adds in another order then: of a model with 100
+    # tokens, the last bits of a logprob told who else was in the batch.
+    call = sampler.Sampler.__call__
+
+    def call_alike(self: Any, logits: Tensor, *args: Any, **options: Any) -> Any:
+        return call(self, logits.flatten().view(logits.shape), *args, **options)
+
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        sampler.Sampler.__call__ = call_alike
 
 
 def sets_of(logits: Tensor, number: int, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
