@@ -83,5 +83,5 @@ class Needle(BaseTask):
         return Problem(f"needle-{prefix}{index}", asked(prompt, self.system_prompt), answer)
 
     def score(self, problem: Problem, text: str) -> Score:
-        is_correct = last_number(text) == problem.answer
+        is_correct = (last_number(text) or "").replace(",", "") == problem.answer
         return Score(float(is_correct), is_correct, {"correctness": float(is_correct)})

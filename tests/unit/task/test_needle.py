@@ -57,7 +57,8 @@ def test_problems_differ_and_stay_as_they_are() -> None:
 def test_the_last_number_counts() -> None:
     task = make()
     problem = task.problems(Split.TRAIN)[0]
-    for text, reward in ((problem.answer, 1), (f"It is {problem.answer}.", 1), (f"{problem.answer} or 7", 0), ("", 0)):
+    right = problem.answer, f"It is {problem.answer}.", f"{int(problem.answer):,}"
+    for text, reward in (*((text, 1) for text in right), (f"{problem.answer} or 7", 0), ("", 0)):
         score = task.score(problem, text)
         assert (score.reward, score.is_correct) == (reward, bool(reward))
 
