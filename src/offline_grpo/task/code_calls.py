@@ -19,10 +19,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # what is imported takes longer than a verdict
     from typing import Any
 
-KINDS = (int, float, complex, str, bytes, bytearray, list, tuple, range, set, frozenset, dict)
+KINDS = (int, float, complex, str, bytes, bytearray, list, tuple, range, slice, set, frozenset, dict)
 OF_ONE = ("call", "getattr", "len", "iter", "next", "str", "repr", "reversed", "enter", "exit")
-OF_ONE += ("getitem", "setitem", "delitem")
+OF_ONE += ("getitem", "setitem", "delitem", "neg", "abs")
 OF_TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")  # of the code's own; never with a value
+OF_TWO += ("floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 IS_JUDGE = False
 OBJECTS: list[Any] = []
 """Those of this side that the other one knows by their numbers."""
@@ -36,7 +37,7 @@ class Remote:
         self._number = number
 
     def __bool__(self) -> bool:
-        return True
+        return ask(self, "bool") if IS_JUDGE else True  # those of the tests are functions
 
 
 class Packer(Pickler):
@@ -90,8 +91,8 @@ def ask(remote: Remote, name: str, *args: Any, **named: Any) -> Any:
     kind, value, changed = message
     if kind == "error":
         error: Any = getattr(builtins, value)
-        raise error(changed) if issubclass(error, Exception) else RuntimeError
-    for before, after in zip(args, changed, strict=False):
+        raise error(*changed) if issubclass(error, (Exception, SystemExit)) else RuntimeError
+    for before, after in zip((*args, *named.values()), changed, strict=False):
         if isinstance(before, (list, bytearray)):
             before[:] = after
         elif isinstance(before, (dict, set)):
@@ -110,10 +111,10 @@ def answer(number: int, name: str, args: Any, named: Any) -> None:
         name, target = "call" if IS_JUDGE else name, OBJECTS[number]
         function: Any = getattr(operator, name, None) or getattr(builtins, name, None)
         function = function or getattr(type(target), f"__{name}__")
-        send("value", function(target, *args, **named), args)
-    except Exception as error:
+        send("value", function(target, *args, **named), (*args, *named.values()))
+    except (Exception, SystemExit) as error:
         kind = next(each for each in type(error).__mro__ if hasattr(builtins, each.__name__))
-        send("error", kind.__name__, str(error))
+        send("error", kind.__name__, error.args if type(error) is kind else (str(error),))
 
 
 def serve(code: str) -> None:

@@ -227,6 +227,8 @@ OBJECTS = (
     "    def pop(self): return self.v.pop()\n    def __len__(self): return len(self.v)\n"
     "    def __eq__(self, other): return self.v == other.v\n    def __iter__(self): return iter(self.v)\n"
     "    def __enter__(self): return self\n    def __exit__(self, *error): pass\n"
+    "    def __getitem__(self, at): return self.v[at]\n    def __mod__(self, other): return self.v[0] % other.v[0]\n"
+    "def end(): raise SystemExit(3)\ndef text(b): return b.decode()\n"
     "def test_even(n): return n % 2 == 0\ndef same(g): return g\n"
     "def sort(v): v.sort()\ndef count(n): yield from range(n)\ndef apply(g, v): return [g(x) for x in v]\n"
     "class Bad(ValueError): pass\ndef bad(): raise Bad('no')\ndef area(r): return math.pi * r * r\n"
@@ -240,7 +242,11 @@ OBJECTS = (
     [
         "s = Stack(1)\ns.push(2)\nassert len(s) == 2\nassert s.pop() == 2\nassert s.v == [1]\nassert list(s) == [1]",
         "assert Stack(1) == Stack(1)\nassert Stack(1) != Stack(2)\nassert Stack(1) != 1",
-        "v = [3, 1]\nsort(v)\nassert v == [1, 3]",
+        "v = [3, 1]\nsort(v)\nassert v == [1, 3]\nv = [3, 1]\nsort(v=v)\nassert v == [1, 3]",
+        "assert not Stack()\nassert Stack(1, 2, 3)[1:] == [2, 3]\nassert Stack(7) % Stack(4) == 3",
+        "import pytest\nfrom solution import *\ndef test_errors():\n    with pytest.raises(UnicodeDecodeError):\n"
+        "        text(b'\\xff')\n    with pytest.raises(KeyError, match='^7$'):\n        table()[7]\n"
+        "    with pytest.raises(SystemExit, match='3'):\n        end()\n    assert text(b'a') == 'a'",
         "assert list(count(3)) == [0, 1, 2]\nassert apply(lambda x: x + 1, [1, 2]) == [2, 3]\nassert LIMIT == 3",
         "assert math.isclose(area(1), math.pi)\nassert table() == {(1, 2): {3}, 'b': b'x'}",
         "try:\n    bad()\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'no'",
