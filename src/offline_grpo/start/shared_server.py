@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 
 from offline_grpo.commands import cli
@@ -19,8 +20,8 @@ from offline_grpo.settings import RunConfig
 from offline_grpo.state import Run
 
 POLL_S = 1.0
-OF_BASE = ("train_id", "gguf_file", "tiny", "quantization")
-"""Settings of `model` that say what the server loads."""
+OF_BASE = ("model.train_id", "model.gguf_file", "model.tiny", "model.quantization", "train.precision")
+"""Settings that say what the server loads."""
 
 
 def serve(configs: Sequence[Callable[[], RunConfig]], num_at_once: int, folder: Path, to_sweep: Connection) -> None:
@@ -53,7 +54,7 @@ def _first_accepted(configs: Sequence[Callable[[], RunConfig]]) -> Plan:
         try:
             settings = config()
             adapters += [settings.model.lora] if settings.model.lora is not None else []
-            bases.append(tuple(getattr(settings.model, name) for name in OF_BASE))
+            bases.append(attrgetter(*OF_BASE)(settings))
             if accepted is None:
                 check_settings(plan := make_plan(settings))
                 accepted = plan
@@ -64,7 +65,7 @@ def _first_accepted(configs: Sequence[Callable[[], RunConfig]]) -> Plan:
     for name, *values in zip(OF_BASE, *bases, strict=True):
         if other := [value for value in values if value != values[0]]:
             fix = "the server has one base model, and another run of the sweep has another one; make a sweep for each"
-            raise ConfigError(f"hydra/launcher=shared_server model.{name}", other[0], fix)
+            raise ConfigError(f"hydra/launcher=shared_server {name}", other[0], fix)
 
     # The jobs find a server, so none of them asks whether it has room for such adapters.
     accepted.config.model.lora = max(adapters, key=lambda lora: lora.r, default=None)

@@ -26,6 +26,10 @@ ADAPTERS = f"{HOTSWAP} model/lora=default"
             (ADAPTERS, f"{ADAPTERS} model.quantization=nf4"),
             "hydra/launcher=shared_server model.quantization=nf4: the server has one base model, and another",
         ),
+        (
+            (ADAPTERS, f"{ADAPTERS} train.precision=bf16"),
+            "hydra/launcher=shared_server train.precision=bf16: the server has one base model, and another",
+        ),
     ],
 )
 def test_what_no_job_can_say_of_the_server_is_refused_before_it_starts(
