@@ -91,7 +91,10 @@ class IsolatedTask:
             if len(self._answers) >= MAX_ANSWERS:
                 self._answers.clear()
             self._answers[key] = asyncio.ensure_future(self._scorers.answer(problem, text))
-        return await asyncio.shield(self._answers[key])  # others may wait for it, too
+        answer = await asyncio.shield(self._answers[key])  # others may wait for it, too
+        if "failure" in answer:  # of the machine, perhaps: the next time may be better
+            self._answers.pop(key, None)
+        return answer
 
     async def score_group(self, problem: Problem, texts: tuple[str, ...]) -> list[Score]:
         """See `Task`. A failure is one of all completions."""

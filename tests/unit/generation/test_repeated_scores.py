@@ -17,6 +17,8 @@ def test_a_completion_is_scored_once(is_deterministic, expected):
     async def answer(problem, text):
         asked.append(text)
         await asyncio.sleep(0.01)
+        if text == "late" and asked.count(text) == 1:
+            return {"failure": "timeout", "details": "took too long"}
         return {"reward": float(text == "a"), "is_correct": text == "a", "parts": {}, "measured": {}}
 
     task = SimpleNamespace(is_deterministic=is_deterministic, problems=lambda split: [], score=None)
@@ -29,3 +31,7 @@ def test_a_completion_is_scored_once(is_deterministic, expected):
     assert [s.reward for s in Judgement(isolated, Problem("train-1", (), ""), ["b", "a"]).scores()] == [0, 1]
     assert [s.reward for s in Judgement(isolated, Problem("train-0", (), ""), ["b"]).scores()] == [0]
     assert len(asked) == (4 if is_deterministic else 6)
+    # A failure, such as that of a machine that was busy, is none of the next time.
+    for failure in ("timeout: took too long", None):
+        [score] = Judgement(isolated, Problem("train-0", (), ""), ["late"]).scores()
+        assert score.failure == failure
