@@ -333,6 +333,24 @@ def test_the_cache_is_another_one_from_the_end_of_a_pause(monkeypatch: pytest.Mo
     assert generate._num_pauses == 1
 
 
+def test_a_prompt_may_end_in_the_middle_of_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXTENSION_FOLDER))
+    request: Any = object.__new__(importlib.import_module("offline_grpo_generate").Request)
+    before, ids = [*"It is \N{SNOWMAN}".encode()[:-1]], [*"\N{SNOWMAN}!".encode()[2:]]
+    request._prompt_ids, request._prompt_text = before, ""
+    request._of_tokens = request._has_alternatives = request._has_routes = False
+    request._wants_text = True
+    request._tokenizer = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
+    request._params = SimpleNamespace(detokenize=False, skip_special_tokens=True, prompt_logprobs=None)
+    flat = SimpleNamespace(logprobs=[], token_ids=[], start_indices=[], end_indices=[])
+    completion = SimpleNamespace(token_ids=ids, logprobs=flat, finish_reason="length")
+
+    async def outputs() -> Any:
+        yield SimpleNamespace(outputs=[completion], prompt_token_ids=before)
+
+    assert asyncio.run(request.whole(outputs()))["text"] == ["\N{SNOWMAN}!"]
+
+
 def test_blocks_are_looked_for_where_the_last_one_is_full(module: ModuleType) -> None:
     from vllm.v1.request import RequestStatus
 

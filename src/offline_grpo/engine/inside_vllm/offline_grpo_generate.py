@@ -227,7 +227,8 @@ class Request:
                 choice["alternatives"] = b"".join(choice["alternatives"])  # base64 in JSON
             return {"prompt_token_ids": final.prompt_token_ids, "choices": choices}
 
-        # The text of a token can depend on those before it, so the end of the prompt is decoded too, and taken off.
+        # The text of a token can depend on those before it, so the end of the prompt is decoded too, and taken off. It
+        # may be half of a character, of which the completion has the rest.
         texts = []
         skips = {"skip_special_tokens": self._params.skip_special_tokens}
         for output in final.outputs:
@@ -237,7 +238,8 @@ class Request:
             ends_itself = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
             ids, before = list(output.token_ids)[: -1 if ends_itself else None], self._prompt_ids[-CONTEXT_TOKENS:]
             context = self._tokenizer.decode(before, **skips)
-            texts.append(self._tokenizer.decode(before + ids, **skips).removeprefix(context))
+            text = self._tokenizer.decode(before + ids, **skips)
+            texts.append(text.removeprefix(context.rstrip("\N{REPLACEMENT CHARACTER}")))
         answer = {
             "text": texts,
             "prompt": self._prompt_text,
