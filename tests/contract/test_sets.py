@@ -76,6 +76,7 @@ ALIKE = """
 import os, torch
 os.environ["VLLM_BATCH_INVARIANT"] = "1"
 import offline_grpo_sets as module
+from vllm.v1.sample.ops import topk_topp_sampler as filters, topk_topp_triton as kernels
 from vllm.v1.worker.gpu.sample import sampler
 
 sampler.Sampler.__call__ = lambda self, logits: logits
@@ -88,6 +89,10 @@ for rows in (1, 2):
     logits = sampler.Sampler.__call__(None, torch.ones(rows, 128, dtype=torch.bfloat16)[:, :100])
     seen |= {each.stride() for each in (logits, torch.empty_like(logits, dtype=torch.float32))}
 assert seen == {(100, 1)}, seen
+
+# What filters leave is found by one kernel.
+kernels.apply_top_k_top_p_triton = lambda *args: args
+assert filters.apply_top_k_top_p_pytorch("logits", "k", "p", allow_cpu_sync=True) == ("logits", "k", "p")
 """
 
 

@@ -61,7 +61,15 @@ def find_sets_at_once() -> None:
         return call(self, logits.flatten().view(logits.shape), *args, **options)
 
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        from vllm.v1.sample.ops import topk_topp_sampler, topk_topp_triton
+
+        # Of fewer than 8 rows earlier versions than 0.32 sort the logits, and keep all that are as probable as the last
+        # one; their kernel for more rows does not.
+        def filter_alike(logits: Tensor, k: Tensor | None, p: Tensor | None, **_: Any) -> Tensor:
+            return topk_topp_triton.apply_top_k_top_p_triton(logits, k, p)
+
         sampler.Sampler.__call__ = call_alike
+        topk_topp_sampler.apply_top_k_top_p_pytorch = filter_alike
 
 
 def sets_of(logits: Tensor, number: int, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
