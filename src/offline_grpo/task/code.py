@@ -28,7 +28,7 @@ from offline_grpo.types import Message, Problem, Score, Split
 
 Pairs = Sequence[Mapping[str, str]]
 DIFFICULTY = Range(f"must be from 1 to {MOST_STEPS}", lambda count: 1 <= count <= MOST_STEPS)
-PYTEST = re.compile(r"^(?:async )?(?:def test_|class \w*Test)", re.MULTILINE)
+PYTEST = re.compile(r"^(?:async )?(?:def test_|class \w*Test|class \w+\(.*TestCase)", re.MULTILINE)
 CALLS = Path(__file__).with_name("code_calls.py")
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 

@@ -258,7 +258,7 @@ OBJECTS = (
         "import unittest\nfrom solution import Stack\nclass PartsTest(unittest.TestCase):\n    def test_pop(self):\n"
         "        for i in range(3):\n            with self.subTest(i=i):\n                assert Stack(i).pop() == i",
         "with Stack(1) as s:\n    assert s.pop() == 1\nassert test_even(2)\nassert same(len) and same(len)([1]) == 1",
-        "import unittest\nfrom solution import Stack\nclass MyTest(unittest.TestCase):\n    def test_pop(self):\n"
+        "import unittest\nfrom solution import Stack\nclass Checks(unittest.TestCase):\n    def test_pop(self):\n"
         "        self.assertEqual(Stack(5).pop(), 5)",
     ],
 )
