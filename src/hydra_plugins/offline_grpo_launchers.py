@@ -72,10 +72,9 @@ class SideBySideLauncher(Launcher):
 
     def _lost(self, number: int, overrides: list[str], why: str) -> JobReturn:
         """A job that could not say itself how it ended costs itself only, as one that fails."""
-        from offline_grpo.history import resume, sweeps
+        from offline_grpo.history import sweeps
 
-        fix = f"continue the sweep with: {resume.command(self._folder.resolve())}"
-        sweeps.report_failure(self._folder, number, f"{why}; {fix}", 1)
+        sweeps.report_failure(self._folder, number, why, 1)
         return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=None)
 
     @abstractmethod

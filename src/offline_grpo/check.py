@@ -83,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for one in found:
                 fix = [f"{'':17} -> {one.fix}"] if one.state != "ok" else []
                 for line in (f"{MARKS[one.state]}  {one.name:<13} {one.text}", *fix):
-                    print(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...")
+                    print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 18, break_on_hyphens=False))
             print("This machine fits", *((OF_PRESETS,) if fits else COMMANDS), sep="\n  ")
             for change, names in fits.items():
                 text = f"    {change or 'as they are'}: {', '.join(names)}"

@@ -27,8 +27,8 @@ run; what the command line says comes on top. With several models, each is compa
 problems.
 """
 
-OF_TRAINING = ("train", "rollouts", "weight_sync", "checkpoint", "logger", "samples", "resume")
-"""Groups that say nothing about an evaluation, but for `train.precision`."""
+OF_TRAINING = ("train", "rollouts", "weight_sync", "checkpoint", "logger", "samples", "resume", "hydra")
+"""Groups that say nothing about an evaluation, but for `train.precision` and `hydra.searchpath`."""
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         if key in ("eval.backend", "eval.base_url", "eval.weight_sync"):
             fix = "evaluations that are no part of a run ask what generation names, such as generation=vllm_server"
             raise ConfigError(f"{word}: {fix}")
-        if key != "train.precision" and re.split(r"[./]", key)[0] in OF_TRAINING:
+        if key not in ("train.precision", "hydra.searchpath") and re.split(r"[./]", key)[0] in OF_TRAINING:
             raise ConfigError(f"{word}: acts in training alone, and nothing is trained here; leave it out")
     out = options.out or Path("outputs/evaluate") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
     require_new(out, f"--out={out}")

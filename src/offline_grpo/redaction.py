@@ -12,7 +12,7 @@ _NAME = (
     r"(?:(?:[\w-]*[_-])?(?:(?:api|access|private)[_-]?keys?|(?:access|auth|refresh|session)?token|passw(?:or)?ds?"
     r"|passphrase|secrets?|credentials?|authorization)|[\w-]+[_-](?:key|pat))"
 )
-_VALUE = r"""'[^']*'|"[^"]*"|(?:(?:Bearer|Basic|Token)\s+)?[^\s,}\]'"]+"""
+_VALUE = r"""\$\{[^}]*\}[^\s,}\]'"]*|'[^']*'|"[^"]*"|(?:(?:Bearer|Basic|Token)\s+)?[^\s,}\]'"]+"""
 _SECRET = re.compile(_NAME, re.IGNORECASE)
 _ORDINARY = re.compile(
     r".*(?:answer|prompt|label|input|output|image|video|text|reward_fn|sort|pad|eos|bos|unk|mask|sep|cls|stop)_(key|token)"

@@ -126,7 +126,8 @@ def train(
             from offline_grpo.start import model, prompts
 
             records.hide_progress_bars()
-        prompts.check_model(run)
+        with progress.phase("imports and data"):
+            prompts.check_model(run)
         model.load_policy(run)  # once each server on its GPU has taken its memory
         model.connect_engines(run)  # starts the servers that step 2 left, and waits until all are up
         model.prove(run)  # that this model is causal, and that the sampler in this process draws what training computes

@@ -54,8 +54,11 @@ def test_a_sweep_leaves_runs_and_a_table_and_a_refused_job_shows_in_its_exit_cod
     assert done.returncode == 2
     assert re.search(r"^error in job 0 of the sweep: train.lr=-1.0: ", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1] == "1 job of the sweep failed, with an error above; a refused one has no row"
     [sweep_dir] = tmp_path.glob("multirun/*/*")
+    assert done.stderr.splitlines()[-2:] == [
+        "1 job of the sweep failed, with an error above; a refused one has no row",
+        f"continue the sweep with: uv run run_grpo.py resume={sweep_dir.relative_to(tmp_path)}",
+    ]
     assert re.search(r"/multirun/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}$", str(sweep_dir))
     assert {path.name for path in sweep_dir.iterdir()} >= {"1", "2", *SWEEP_FILES}
     with (sweep_dir / "summary.csv").open() as file:

@@ -214,7 +214,7 @@ def test_runs_at_a_shared_server_go_on_after_a_kill_and_a_ctrl_c(tmp_path: Path)
         for worker in psutil.Process(sweep.pid).children():
             if any(file.path.startswith(f"{place / '1'}/") for file in worker.open_files()):
                 worker.kill()
-        line = "error in job 0 of the sweep: the run was killed (signal 9); continue the sweep with: "
+        line = "error in job 0 of the sweep: the run was killed (signal 9)"
         wait_until(lambda: line in printed(tmp_path), told=lambda: printed(tmp_path))
         os.killpg(sweep.pid, signal.SIGINT)
         sweep.join(120)

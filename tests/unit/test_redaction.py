@@ -48,6 +48,7 @@ def test_other_names_stay(name: str) -> None:
     ("word", "expected"),
     [
         (f"generation.api_key={SECRET}", "generation.api_key=***"),
+        ("generation.api_key=${oc.env:NAME}", "generation.api_key=***"),
         (f"+engine.env.HF_TOKEN='{SECRET} b'", "+engine.env.HF_TOKEN=***"),
         (f"generation={{api_key: {SECRET}, batch_size: 4}}", "generation={api_key: ***, batch_size: 4}"),
         (f"generation.base_url=http://u:{SECRET}@h:8000", "generation.base_url=http://***@h:8000"),

@@ -119,6 +119,8 @@ def leave_if_failed(folder: Path) -> None:
         discard_fresh(folder)
         jobs = "1 job" if len(codes) == 1 else f"{len(codes)} jobs"
         cli.say(f"{jobs} of the sweep failed, with an error above; a refused one has no row")
+        if folder.exists() and _recorded(folder / RECORD) is not None:
+            cli.say(f"continue the sweep with: {resume.command(folder)}")
         sys.exit(max(codes))
 
 

@@ -84,7 +84,7 @@ class ConsoleLogger(RunListener, Group):
         self._iteration_s: deque[float] = deque(maxlen=ITERATIONS_IN_ESTIMATE)
 
     def start(self, config: Mapping[str, Any], num_iterations: int) -> None:
-        self._num_iterations, self._last_mark_s = num_iterations, time.monotonic()
+        self._num_iterations = num_iterations
         self._go_live()
         if self._live is not None:
             self._live.transient = False
@@ -93,6 +93,8 @@ class ConsoleLogger(RunListener, Group):
         self._progress = {}
         self._phase, self._phase_began_s = name, time.monotonic()
         self._began_s = self._phase_began_s - progress.elapsed_s()
+        if name == "generate" and not self._iteration_s:  # what came before is no part of an iteration
+            self._last_mark_s = self._phase_began_s
         self._num_done = max(self._num_done, iteration)  # an evaluation is of an iteration that is already counted
         self._go_live()
 
@@ -109,13 +111,12 @@ class ConsoleLogger(RunListener, Group):
         else:
             self._train = metrics
             self._iteration_s.append(now_s - self._last_mark_s)
+            self._last_mark_s = now_s
             cells = [f"{label} {value}" for label, value in train_cells(metrics)]
             ends = f"{self._time_left()} left"
             while len(cells) > 2 and len(GAP.join([self._at(), *cells, ends])) > self.console.width:
                 cells.pop()
             lines = [GAP.join([self._at(), *cells, ends])]
-        if name == "train" or iteration == -1:  # the evaluation before training is no part of an iteration
-            self._last_mark_s = now_s
         # run.log has the lines in any case; a live display shows the same numbers, a file the lines.
         for line in lines:
             messages.info(line, extra=progress.LOG_ALONE)

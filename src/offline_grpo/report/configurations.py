@@ -13,8 +13,10 @@ import numpy as np
 from offline_grpo.eval.statistics import mean_interval
 from offline_grpo.report.runs import WITHOUT_EFFECT, FloatArray, Run, Series, by_number
 
-NOT_COMPARED = {"seed", "generation.base_url", "generation.api_key", *WITHOUT_EFFECT}
-"""Keys, and groups, that make no other configuration. A server that is started again has another address."""
+OF_ADDRESS = {"generation.base_url", "generation.api_key"}
+"""A server that is started again, such as that of a sweep, has another address."""
+NOT_COMPARED = {"seed", *OF_ADDRESS, *WITHOUT_EFFECT}
+"""Keys, and groups, that make no other configuration."""
 EVALUATED = re.compile(
     r"task\.(?!.*(weights?|bonus|reward)$)"
     r"|eval\.(num_ids|ids|id_seed_start|replicates|temperature|top_p|top_k|min_p|repetition_penalty|max_new_tokens|stop)"

@@ -27,6 +27,7 @@ from offline_grpo.eval.statistics import compare, mean_interval, p_text, t_p_val
 from offline_grpo.formats import significant, utf8
 from offline_grpo.report.configurations import (
     MIN_SEEDS,
+    OF_ADDRESS,
     Configuration,
     configurations,
     have_own_seeds,
@@ -114,7 +115,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         verdict = f"The runs differ in what is evaluated. The highest pass@1 at the end of each evaluation: {several}."
     # The options of groups and the settings in which runs differ, the ends of long ones cut off.
     chosen = {run.name: {key: value[:MAX_VALUE] for key, value in (run.choices | run.settings).items()} for run in runs}
-    keys = dict.fromkeys(key for each in chosen.values() for key in each if key != "resume")
+    keys = dict.fromkeys(key for each in chosen.values() for key in each if key not in {"resume", *OF_ADDRESS})
     differing = [key for key in keys if len({each.get(key) for each in chosen.values()}) > 1]
     # Held-out problems of each configuration, over its seeds.
     tables = {each.name: summed([known[run.name] for run in each.counted]) for each in groups}

@@ -81,7 +81,8 @@ def _start(plan: Plan, num_at_once: int, folder: Path, stack: ExitStack) -> list
     from offline_grpo.weight_sync.lora import LoraHotswap
 
     key, launcher = "hydra/launcher=shared_server weight_sync", plan.engine.launcher
-    fix = "runs that share a server move adapters alone; use weight_sync=lora_hotswap model/lora=default"
+    fix = "runs that share a server move adapters alone; use generation=vllm_server weight_sync=lora_hotswap "
+    fix += "model/lora=default"
     require(isinstance(plan.weight_sync, LoraHotswap), key, plan.weight_sync.name, fix)
     fix = "the sweep starts the server; use generation=vllm_server without a base_url, or hydra/launcher=joblib"
     require(launcher is not None, "generation.base_url", plan.engine.base_url, fix)

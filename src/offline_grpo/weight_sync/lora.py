@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from offline_grpo import progress
 from offline_grpo.engine.http import NotFound, Refused
 from offline_grpo.engine.streaming import at_once
 from offline_grpo.engine.vllm import LORA_KERNELS, VllmEngine
@@ -67,7 +68,8 @@ class LoraHotswap(ServerSync):
         self._loaded[engine] = []
         self._base_tags.pop(engine, None)
         if engine.lacks("full") is None:
-            self._base_tags[engine] = prove_base(engine, snapshot)
+            with progress.phase("proof"):
+                self._base_tags[engine] = prove_base(engine, snapshot)
         if self.share_base:
             share_base(engine, snapshot.policy)
 

@@ -107,7 +107,9 @@ def test_time_left_is_that_of_recent_iterations(clock: Clock) -> None:
     logger.start({}, 100)
     clock.now_s += 500  # the evaluation before training is no part of an iteration
     logger.log("eval", EVAL, iteration=-1)
-    for iteration in range(50, 53):  # resumed at 50
+    clock.now_s += 500  # nor is the push before the first one, of a run that is resumed at 50
+    for iteration in range(50, 53):
+        logger.phase("generate", iteration)
         clock.now_s += 20
         clock.now_s += 40
         logger.log("train", TRAIN, iteration=iteration)

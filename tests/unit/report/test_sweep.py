@@ -34,7 +34,12 @@ def make_run(run_dir: Path, overrides: list[str], pass_at_1: list[float], *, num
 def multirun_dir(tmp_path: Path) -> Path:
     make_run(tmp_path / "0", ["task=sat", "train.lr=1e-6", "resume=auto"], [0.25, 0.625, 0.5], num_train=2)
     make_run(tmp_path / "1", ["task=sat", "train.lr=1e-5"], [], num_train=0)
-    make_run(tmp_path / "2", ["task=sat", "train.lr=5e-6"], [0.25, 0.75], num_train=1)
+    make_run(
+        tmp_path / "2",
+        ["task=sat", "train.lr=5e-6", "generation.base_url=[http://restarted:1]"],
+        [0.25, 0.75],
+        num_train=1,
+    )
     return tmp_path
 
 
