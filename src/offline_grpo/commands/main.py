@@ -179,9 +179,8 @@ def _run(cfg: DictConfig, folder: Path, overrides: Sequence[str], typed: set[str
 
 
 def say_how_to_resume_sweep(error: StopRequested, folder: Path) -> None:
-    """Print the command that resumes the sweep in this folder. Hydra keeps no record of a search."""
-    is_search = not (folder / sweeps.RECORD).is_file()
-    how = "a search starts anew" if is_search else f"continue the sweep with: {resume.command(folder.resolve())}"
+    """Print the command that resumes the sweep in this folder."""
+    how = sweeps.how_it_goes_on(folder)
     cli.say(how if error.is_reported else f"stopped by {error.signal_name}; {how}")
     error.is_reported = True
 

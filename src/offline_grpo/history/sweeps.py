@@ -119,9 +119,19 @@ def leave_if_failed(folder: Path) -> None:
         discard_fresh(folder)
         jobs = "1 job" if len(codes) == 1 else f"{len(codes)} jobs"
         cli.say(f"{jobs} of the sweep failed, with an error above; a refused one has no row")
-        if folder.exists() and _recorded(folder / RECORD) is not None:
-            cli.say(f"continue the sweep with: {resume.command(folder)}")
+        if folder.exists():
+            cli.say(how_it_goes_on(folder))
         sys.exit(max(codes))
+
+
+def how_it_goes_on(folder: Path) -> str:
+    """The command that resumes the sweep in this folder, if there is one: what a person is told of one that was stopped
+    or has failed jobs.
+    """
+    record = folder / RECORD
+    if not record.is_file() or _recorded(record) is None:
+        return "a search starts anew"
+    return f"continue the sweep with: {resume.command(folder.resolve())}"
 
 
 def check_folder(folder: Path) -> None:
