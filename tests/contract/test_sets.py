@@ -73,14 +73,13 @@ assert told(0) == "vLLM's 2"
 """
 
 ALIKE = """
-import os, torch
-os.environ["VLLM_BATCH_INVARIANT"] = "1"
-import offline_grpo_sets as module
+import torch
+from offline_grpo_alike import be_batch_invariant
 from vllm.v1.sample.ops import topk_topp_sampler as filters, topk_topp_triton as kernels
 from vllm.v1.worker.gpu.sample import sampler
 
 sampler.Sampler.__call__ = lambda self, logits: logits
-module.find_sets_at_once()
+be_batch_invariant()
 
 # Logits of 100 tokens, of which vLLM has padded the vocabulary to 128: as they come, which is how 0.32
 # leaves those that no request has processed, and in fp32 as its sampler copies others.

@@ -6,7 +6,6 @@ Like its neighbours, the module stands alone; all that it uses of vLLM is alike 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -51,25 +50,6 @@ def find_sets_at_once() -> None:
 
     states.add_request, states.max_num_logprobs = add_request, max_num_logprobs
     setattr(sampler, name, compute_logprobs)
-
-    # Rows have the stride of vLLM's padded vocabulary; once copied, several have that of the model's, and one alone has
-    # not. Triton reads four numbers at a time where 16 divides it, and adds in another order then: of a model with 100
-    # tokens, the last bits of a logprob told who else was in the batch.
-    call = sampler.Sampler.__call__
-
-    def call_alike(self: Any, logits: Tensor, *args: Any, **options: Any) -> Any:
-        return call(self, logits.flatten().view(logits.shape), *args, **options)
-
-    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
-        from vllm.v1.sample.ops import topk_topp_sampler, topk_topp_triton
-
-        # Of fewer than 8 rows earlier versions than 0.32 sort the logits, and keep all that are as probable as the last
-        # one; their kernel for more rows does not.
-        def filter_alike(logits: Tensor, k: Tensor | None, p: Tensor | None, **_: Any) -> Tensor:
-            return topk_topp_triton.apply_top_k_top_p_triton(logits, k, p)
-
-        sampler.Sampler.__call__ = call_alike
-        topk_topp_sampler.apply_top_k_top_p_pytorch = filter_alike
 
 
 def sets_of(logits: Tensor, number: int, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:

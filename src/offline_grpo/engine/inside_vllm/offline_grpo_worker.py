@@ -63,13 +63,9 @@ def prepare_process() -> None:
         look_further_ahead()
         find_sets_at_once()
         if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
-            # Of an adapter's first product vLLM sums tiles of 256 numbers in small batches, and of 32 in larger ones
-            # (0.25 to 0.32), so that logprobs would differ in their last bits.
-            from vllm.lora.ops.triton_ops import lora_shrink_op
+            from offline_grpo_alike import be_batch_invariant
 
-            shrink: Any = lora_shrink_op
-            configs = shrink.get_lora_op_configs
-            shrink.get_lora_op_configs = lambda *args, **options: configs(*args, **options) | {"block_k": 32}
+            be_batch_invariant()
     else:
         # On CPUs vLLM packs the weights of linear layers into a format of its own, which nobody else can read or write.
         from vllm.model_executor.layers import utils
