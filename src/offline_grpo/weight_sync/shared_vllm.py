@@ -261,8 +261,9 @@ class Bridge:
         except (RuntimeError, OSError) as error:
             raise EngineError(
                 f"memory of the server cannot be opened (pid {self.pid}: {reason_of(error)}): trainer and server must "
-                "run on one machine, as one user, not in separate containers, and without expandable_segments in "
-                "PYTORCH_CUDA_ALLOC_CONF"
+                "run on one machine, as one user, not in separate containers. With expandable_segments in "
+                "PYTORCH_CUDA_ALLOC_CONF, set +engine.env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False: some "
+                "machines cannot share such memory"
             ) from error
 
         # The server's tensors, and of each the rows that are a parameter of the checkpoint.
