@@ -44,7 +44,7 @@ from offline_grpo.model.load import generation_config_of, read_model_config
 from offline_grpo.model.pictures import vision_of
 from offline_grpo.model.text import TokenizerCodec
 from offline_grpo.redaction import redacted
-from offline_grpo.report.runs import read_yaml
+from offline_grpo.report.runs import OF_ADDRESS, read_yaml
 from offline_grpo.report.tables import evaluation_lines
 from offline_grpo.settings import RunConfig, flat
 from offline_grpo.start.prompts import check_episodes, codec_of, have_pictures, without_long
@@ -144,7 +144,7 @@ def saved_overrides(run_folder: Path | None, words: Sequence[str]) -> list[str]:
     served = ("engine", "weight_sync") if "generation" in groups else ()
     own = read_yaml(run_folder / ".hydra" / "overrides.yaml") or []
     # The server of a sweep has ended with it.
-    of_sweep = ("generation.base_url", "generation.api_key") if any(SWEEP_KEY in word for word in own) else ()
+    of_sweep = OF_ADDRESS if any(SWEEP_KEY in word for word in own) else ()
     is_left_out = re.compile(rf"({'|'.join([*OF_TRAINING_ALONE, *OF_RUN, *groups, *served, *of_sweep])})([.@]|$)").match
     stored = flat(read_yaml(run_folder / ".hydra" / "config.yaml"))
     found = [] if _search_path(words) else search_path(run_folder)  # Hydra reads one

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from offline_grpo.eval.statistics import mean_interval
-from offline_grpo.report.runs import WITHOUT_EFFECT, FloatArray, Run, Series, by_number
+from offline_grpo.report.runs import OF_ADDRESS, WITHOUT_EFFECT, FloatArray, Run, Series, by_number
 
-OF_ADDRESS = {"generation.base_url", "generation.api_key"}
-"""A server that is started again, such as that of a sweep, has another address."""
 NOT_COMPARED = {"seed", *OF_ADDRESS, *WITHOUT_EFFECT}
 """Keys, and groups, that make no other configuration."""
 EVALUATED = re.compile(

@@ -27,7 +27,6 @@ from offline_grpo.eval.statistics import compare, mean_interval, p_text, t_p_val
 from offline_grpo.formats import significant, utf8
 from offline_grpo.report.configurations import (
     MIN_SEEDS,
-    OF_ADDRESS,
     Configuration,
     configurations,
     have_own_seeds,
@@ -36,7 +35,7 @@ from offline_grpo.report.configurations import (
 )
 from offline_grpo.report.findings import find, shared
 from offline_grpo.report.plots import Figure, figures, smooth
-from offline_grpo.report.runs import SILENT, FloatArray, Run, count, duration, load_runs
+from offline_grpo.report.runs import OF_ADDRESS, SILENT, FloatArray, Run, count, duration, load_runs
 from offline_grpo.report.samples import Solved, heat_map, samples_of, solved, solved_over_time, summed
 from offline_grpo.report.tables import configurations_table, results_table, runs_table, with_interval
 

@@ -30,6 +30,8 @@ SILENT = "train/zero_signal_frac"
 """The share of groups whose rewards are all equal: computed, not recorded."""
 WITHOUT_EFFECT = ("resume", "logger", "samples", "num_threads", "cache_dir")
 """Top-level keys that change nothing that is learnt; they do not count when configurations are compared."""
+OF_ADDRESS = ("generation.base_url", "generation.api_key")
+"""A server that is started again, such as that of a sweep, has another address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +192,12 @@ class Run:
 
     @cached_property
     def overrides(self) -> dict[str, str]:
-        """`["train.lr=1e-6", "task=sat"]` -> {"train.lr": "1e-6", "task": "sat"}, with what was changed on the way;
-        `~key` deletes and has no value.
+        """`["train.lr=1e-6", "task=sat"]` -> {"train.lr": "1e-6", "task": "sat"}, with what was changed on the way,
+        without the server's address; `~key` deletes and has no value.
         """
         pairs = (redacted_text(str(word)).partition("=") for word in self._hydra("overrides.yaml"))
-        return {key: value for key, _, value in pairs if key != "resume"} | self._changes
+        found = {key: value for key, _, value in pairs} | self._changes
+        return {key: value for key, value in found.items() if key not in {"resume", *OF_ADDRESS}}
 
     @cached_property
     def _changes(self) -> dict[str, str]:

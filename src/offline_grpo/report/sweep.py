@@ -15,7 +15,7 @@ from rich.console import Console
 from offline_grpo.disk import write_whole
 from offline_grpo.formats import significant
 from offline_grpo.logger.atropos import Benchmark
-from offline_grpo.report.configurations import OF_ADDRESS, configurations
+from offline_grpo.report.configurations import configurations
 from offline_grpo.report.page import save_page
 from offline_grpo.report.runs import Run, by_number, count, load_run, load_runs
 from offline_grpo.report.tables import Table, by_result, configurations_table, number, runs_table, say
@@ -84,8 +84,8 @@ def print_sweep(folders: Sequence[Path], console: Console, out: Path | None = No
             say(console, [] if run.is_done else [f"run {run.name}: {run.status}{note}"])
     if len(folders) == 1:
         csv_path, markdown_path = (folders[0] / name for name in ("summary.csv", "summary.md"))
-        # For programs: every override that a run was given, but for the server's address.
-        keys = [key for key in dict.fromkeys(key for run in runs for key in run.overrides) if key not in OF_ADDRESS]
+        # For programs: every override that a run was given.
+        keys = list(dict.fromkeys(key for run in runs for key in run.overrides))
         with csv_path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["run", *keys, "status", *NUMBERS])

@@ -96,6 +96,12 @@ def last_number(text: str) -> str | None:
     return number.replace(".", "0.", 1) if number.lstrip("-").startswith(".") else number
 
 
+def last_plain_number(text: str) -> str | None:
+    """`last_number` without commas, such as `-1234.5`."""
+    number = last_number(text)
+    return None if number is None else number.replace(",", "")
+
+
 def reference_answer(text: str) -> str:
     r"""The answer in a data set's solution: what follows the last `####`, else the content of the last `\boxed{}`, else
     all of it."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Annotated, ClassVar
 
 from offline_grpo.settings import Range
-from offline_grpo.task.answers import last_number
+from offline_grpo.task.answers import last_plain_number
 from offline_grpo.task.problems import BaseTask, FormatWeight, Share, hash_frac
 from offline_grpo.types import Problem, Score, Split
 
@@ -53,7 +53,7 @@ class Arithmetic(BaseTask):
         """Score the last number of the text, so that a chat model may explain first. `42.0` and `1,042` count as
         integers.
         """
-        whole, _, fraction = (last_number(text) or "none").replace(",", "").partition(".")
+        whole, _, fraction = (last_plain_number(text) or "none").partition(".")
         is_correct = whole != "none" and not fraction.strip("0") and str(int(whole)) == problem.answer
         is_bare = re.fullmatch(r"\s*-?[0-9]+\s*", text) is not None
         parts = {"correct": float(is_correct), "format": self.format_weight * is_bare}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offline_grpo.task.answers import last_number
+from offline_grpo.task.answers import last_plain_number
 from offline_grpo.task.countdown import evaluate
 
 MOST_GUESSES = 6
@@ -41,7 +41,7 @@ class HigherLower:
         return "I think of a number from 1 to 31. Guess it. Say a number and nothing else."
 
     def respond(self, text: str) -> str | None:
-        guess = float((last_number(text) or "nan").replace(",", ""))
+        guess = float(last_plain_number(text) or "nan")
         self.left, self.is_found = self.left - 1, guess == self.number
         if self.is_found or not self.left:
             return None

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Annotated, ClassVar
 
 from offline_grpo.settings import at_least
-from offline_grpo.task.answers import last_number
+from offline_grpo.task.answers import last_plain_number
 from offline_grpo.task.problems import MANY, BaseTask, LazyProblems, SystemPrompt, asked
 from offline_grpo.types import Problem, Score, Split
 
@@ -83,5 +83,5 @@ class Needle(BaseTask):
         return Problem(f"needle-{prefix}{index}", asked(prompt, self.system_prompt), answer)
 
     def score(self, problem: Problem, text: str) -> Score:
-        is_correct = (last_number(text) or "").replace(",", "") == problem.answer
+        is_correct = last_plain_number(text) == problem.answer
         return Score(float(is_correct), is_correct, {"correctness": float(is_correct)})

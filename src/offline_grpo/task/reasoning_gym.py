@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, cast
 from offline_grpo.errors import ConfigError, ScoreError
 from offline_grpo.installed import install_command
 from offline_grpo.settings import Range, at_least, one_of
-from offline_grpo.task.answers import last_number, last_tagged
+from offline_grpo.task.answers import last_plain_number, last_tagged
 from offline_grpo.task.problems import BaseTask, LazyProblems, SystemPrompt, Weight, asked
 from offline_grpo.types import Problem, Score, Split
 
@@ -28,7 +28,7 @@ SEED_OF_SPLIT = {Split.TRAIN: 0, Split.EVAL: MAX_PROBLEMS}
 
 ANSWERS: dict[str, Callable[[str], str | None]] = {
     "tag": lambda text: None if (block := last_tagged(text, "answer")) is None else block.content,
-    "last_number": lambda text: None if (number := last_number(text)) is None else number.replace(",", ""),
+    "last_number": last_plain_number,
     "last_word": lambda text: next(reversed(re.findall(r"[^\W_][\w'-]*", text)), None),
     "completion": str,
 }
